@@ -1,0 +1,37 @@
+# Each target sets up the virtual environment by itself: `git clone`, `make demo`, done.
+# VENV and PYTHON choose another environment, e.g. `make test VENV=.venv-3.13 PYTHON=python3.13`.
+PYTHON ?= python3
+VENV   ?= .venv
+BIN    := $(VENV)/bin
+READY  := $(VENV)/.ready
+ARGS   ?=
+
+.PHONY: venv demo test test-slow lint format clean
+
+venv: $(READY)
+
+$(READY): pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[models,test,bench]'
+	touch $@
+
+demo: $(READY)
+	$(BIN)/ringtide train llama --devices 4 --demo --out runs/demo
+
+test: $(READY)
+	$(BIN)/python -m pytest -n 2 -m 'not slow' $(ARGS)
+
+test-slow: $(READY)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check 'torch>=2.7,<2.14' 'transformers>=4.50'
+	$(BIN)/python -m pytest -m slow $(ARGS)
+
+lint: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+format: $(READY)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean:
+	rm -rf .venv* .cache .hypothesis .pytest_cache .ruff_cache runs build dist *.egg-info

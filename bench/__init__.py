@@ -1,0 +1,1 @@
+"""Benches: what a kernel costs, measured on this machine or predicted, and labelled so."""

@@ -1,0 +1,1 @@
+"""Portable JAX: runs on any backend in O(T) memory, the default on a CPU."""
