@@ -1,0 +1,195 @@
+"""Llama 3.1 in plain JAX: the parameters are a dict, the model is a function.
+
+    x = embed[tokens]
+    every layer:  x += attention(norm(x)) Wo        grouped queries, rotary positions
+                  x += (silu(h Wg) * (h Wu)) Wd     h = norm(x)
+    logits = norm(x) unembed
+
+What attends is an argument, so the same lines run on one device, over a ring of devices, or with a cache. Letters:
+B batch, T time, D model, N query heads, K key and value heads, H head_dim, F feed-forward, V vocabulary, L layers.
+"""
+
+import math
+from dataclasses import dataclass
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+
+import ringtide
+from ringtide.models.rope import Scaling, rope, rotate
+
+
+@dataclass(frozen=True)
+class Config:
+    """The shape of a Llama. Defaults: llama-tiny, 2 M parameters over bytes."""
+
+    vocab_size: int = 256
+    layers: int = 3
+    dim: int = 256
+    ff_dim: int = 768
+    heads: int = 2
+    kv_heads: int = 1
+    head_dim: int = 64
+    rope_theta: float = 500000.0
+    rope_scaling: Scaling | None = None
+    norm_eps: float = 1e-5
+    tied: bool = True  # the unembedding is the embedding
+
+    def __post_init__(self):
+        if self.heads % self.kv_heads or self.head_dim % 2:
+            raise ValueError(
+                f"Config: heads must be a multiple of kv_heads and head_dim even, "
+                f"got heads={self.heads}, kv_heads={self.kv_heads}, head_dim={self.head_dim}"
+            )
+
+
+PRESETS = {
+    "llama-tiny": Config(),
+    "llama-micro": Config(layers=2, dim=32, ff_dim=64, heads=2, kv_heads=1, head_dim=16),
+    "llama3.1-8b": Config(128256, 32, 4096, 14336, 32, 8, 128, rope_scaling=Scaling(), tied=False),
+}
+
+
+def shapes(config: Config) -> dict:
+    """The shape of every parameter, as the pytree that `init` and `weights.load` return."""
+    c, L = config, config.layers
+    tree = {
+        "embed": (c.vocab_size, c.dim),
+        "layers": {
+            "attention_norm": (L, c.dim),
+            "q": (L, c.dim, c.heads, c.head_dim),
+            "k": (L, c.dim, c.kv_heads, c.head_dim),
+            "v": (L, c.dim, c.kv_heads, c.head_dim),
+            "o": (L, c.heads, c.head_dim, c.dim),
+            "ff_norm": (L, c.dim),
+            "gate": (L, c.dim, c.ff_dim),
+            "up": (L, c.dim, c.ff_dim),
+            "down": (L, c.ff_dim, c.dim),
+        },
+        "norm": (c.dim,),
+    }
+    return tree if c.tied else tree | {"unembed": (c.dim, c.vocab_size)}
+
+
+def init(key, config: Config) -> dict:
+    """Random float32 parameters: norms 1, matrices normal with variance 1 / fan_in, what is added to x scaled down."""
+    leaves, tree = jax.tree.flatten_with_path(shapes(config), is_leaf=lambda x: isinstance(x, tuple))
+    fan_in = {"o": config.heads * config.head_dim, "down": config.ff_dim}
+
+    def draw(path, shape, key):
+        name = path[-1].key
+        if "norm" in name:
+            return jnp.ones(shape)
+        scale = 1 / math.sqrt(fan_in.get(name, config.dim))
+        if name in fan_in:
+            scale /= math.sqrt(2 * config.layers)  # 2 L terms are added to x
+        return scale * jax.random.normal(key, shape)
+
+    keys = jax.random.split(key, len(leaves))
+    return jax.tree.unflatten(tree, [draw(path, shape, k) for (path, shape), k in zip(leaves, keys, strict=True)])
+
+
+def rms_norm(x, weight, eps):
+    """x [..., D] over its root mean square, in float32."""
+    y = x.astype(jnp.float32)
+    return (y * jax.lax.rsqrt(jnp.mean(y * y, -1, keepdims=True) + eps)).astype(x.dtype) * weight.astype(x.dtype)
+
+
+def causal(q, k, v, positions):
+    """The default `attend`: plain causal attention on one device. q [B, T, N, H], k and v [B, T, K, H]."""
+    return ringtide.attention(q, k, v, mask=ringtide.Causal(), q_positions=positions, kv_positions=positions)
+
+
+def hidden(params, tokens, positions, config: Config, attend=causal, remat=False, dtype=jnp.float32):
+    """The last hidden states [B, T, D], normed. `logits` or `loss` takes them from here.
+
+    tokens: int [B, T]. positions: int32 [T], of each column in the original sequence: with a layout, in its order.
+    attend: (q [B, T, N, H], k [B, T, K, H], v [B, T, K, H], positions) -> [B, T, N, H].
+    remat: recompute each layer in the backward pass, which then holds one [B, T, D] a layer. dtype: of the activations.
+    """
+    cos, sin = rope(positions[None], config.head_dim, config.rope_theta, config.rope_scaling)  # [1, T, H / 2]
+
+    def layer(x, w):
+        q, k, v = project(x, w, cos, sin, config)
+        return finish(x, attend(q, k, v, positions), w, config), None
+
+    x = params["embed"].astype(dtype)[tokens]  # [B, T, D]
+    x, _ = jax.lax.scan(jax.checkpoint(layer) if remat else layer, x, params["layers"])
+    return rms_norm(x, params["norm"], config.norm_eps)
+
+
+def project(x, w, cos, sin, config):
+    """First half of a layer: (q [B, T, N, H], k [B, T, K, H], v [B, T, K, H]), rotated."""
+    h = rms_norm(x, w["attention_norm"], config.norm_eps)
+    q, k, v = (jnp.einsum("btd,dnh->btnh", h, w[name].astype(h.dtype)) for name in "qkv")
+    return rotate(q, cos, sin), rotate(k, cos, sin), v
+
+
+def finish(x, attended, w, config):
+    """Second half of a layer: x [B, T, D] plus what was attended [B, T, N, H], plus the feed-forward of that."""
+    x = x + jnp.einsum("btnh,nhd->btd", attended, w["o"].astype(x.dtype))
+    h = rms_norm(x, w["ff_norm"], config.norm_eps)
+    gated = jax.nn.silu(h @ w["gate"].astype(h.dtype)) * (h @ w["up"].astype(h.dtype))  # [B, T, F]
+    return x + gated @ w["down"].astype(h.dtype)
+
+
+def logits(params, h):
+    """float32 [..., V] of hidden states [..., D]: for a few tokens at a time."""
+    unembed = params["unembed"] if "unembed" in params else params["embed"].T
+    return jnp.matmul(h, unembed.astype(h.dtype), preferred_element_type=jnp.float32)
+
+
+def loss(params, h, targets, chunk=1024, shards=1):
+    """Mean cross-entropy in nats of hidden states h [B, T, D] against int targets [B, T], a chunk of tokens at a time.
+
+    Never more than [B, chunk * shards, V] logits exist: the backward pass computes each chunk's again. `shards`: over
+    how many devices T is split; a chunk takes tokens from every one of them, so that none has to move.
+    """
+    B, T, D = h.shape
+    local = T // shards
+    chunk = math.gcd(local, chunk)
+    rows = B, shards, local // chunk, chunk
+    h = jnp.moveaxis(h.reshape(*rows, D), 2, 0)  # [chunks, B, shards, chunk, D]
+    targets = jnp.moveaxis(targets.reshape(rows), 2, 0)  # [chunks, B, shards, chunk]
+
+    @jax.checkpoint
+    def piece(total, xs):
+        h, targets = xs
+        z = logits(params, h)
+        true = jnp.take_along_axis(z, targets[..., None], -1)[..., 0]
+        return total + jnp.sum(jax.nn.logsumexp(z, -1) - true), None
+
+    return jax.lax.scan(piece, jnp.float32(0), (h, targets))[0] / (B * T)
+
+
+def new_cache(config: Config, batch: int, length: int, dtype=jnp.float32):
+    """Keys and values of `length` tokens, [L, B, length, K, H] each."""
+    shape = config.layers, batch, length, config.kv_heads, config.head_dim
+    return {"k": jnp.zeros(shape, dtype), "v": jnp.zeros(shape, dtype)}
+
+
+@partial(jax.jit, static_argnames="config", donate_argnames="cache")
+def extend(params, cache, tokens, start, config: Config):
+    """(logits [B, V] after the last of the tokens, cache with them in it).
+
+    tokens: int [B, T], at positions start ... start + T - 1. start: int32 scalar, traced: one compilation for each T.
+    What the cache holds beyond is never seen: a slot is its position, and attention is causal.
+    """
+    slots = jnp.arange(cache["k"].shape[2], dtype=jnp.int32)
+    positions = start + jnp.arange(tokens.shape[1], dtype=jnp.int32)
+    cos, sin = rope(positions[None], config.head_dim, config.rope_theta, config.rope_scaling)
+
+    def layer(x, xs):
+        w, keys, values = xs
+        q, k, v = project(x, w, cos, sin, config)
+        keys = jax.lax.dynamic_update_slice_in_dim(keys, k.astype(keys.dtype), start, axis=1)
+        values = jax.lax.dynamic_update_slice_in_dim(values, v.astype(values.dtype), start, axis=1)
+        mask = ringtide.Causal()
+        out = ringtide.attention(q, keys, values, mask=mask, q_positions=positions, kv_positions=slots)
+        return finish(x, out, w, config), (keys, values)
+
+    x = params["embed"].astype(cache["k"].dtype)[tokens]
+    x, (keys, values) = jax.lax.scan(layer, x, (params["layers"], cache["k"], cache["v"]))
+    h = rms_norm(x[:, -1], params["norm"], config.norm_eps)
+    return logits(params, h), {"k": keys, "v": values}
