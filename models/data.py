@@ -1,11 +1,11 @@
 """Text or tokens in, batches out. The batch of step s is a pure function of (seed, s): nothing to save, exact resume.
 
-    source                    tokens                                        held out
-    None                      Python's standard library, as below           every 20th file, by a hash of its name
-    a folder                  its text files in order of name, each ended   the same
-                              by the end token
-    a text file               its bytes, or what the tokenizer makes        the last twentieth
-    a .npy file               as they are, memory-mapped                    the last twentieth
+source                    tokens                                        held out
+None                      Python's standard library, as below           every 20th file, by a hash of its name
+a folder                  its text files in order of name, each ended   the same
+                          by the end token
+a text file               its bytes, or what the tokenizer makes        the last twentieth
+a .npy file               as they are, memory-mapped                    the last twentieth
 """
 
 import hashlib

@@ -37,6 +37,9 @@ class Config:
     tied: bool = True  # the unembedding is the embedding
 
     def __post_init__(self):
+        for name in ("vocab_size", "layers", "dim", "ff_dim", "heads", "kv_heads", "head_dim"):
+            if not isinstance(value := getattr(self, name), int) or value < 1:
+                raise ValueError(f"Config: {name} must be an int of at least 1, got {value!r}")
         if self.heads % self.kv_heads or self.head_dim % 2:
             raise ValueError(
                 f"Config: heads must be a multiple of kv_heads and head_dim even, "
@@ -141,26 +144,28 @@ def logits(params, h):
 
 
 def loss(params, h, targets, chunk=1024, shards=1):
-    """Mean cross-entropy in nats of hidden states h [B, T, D] against int targets [B, T], a chunk of tokens at a time.
+    """Mean cross-entropy in nats of hidden states h [B, T, D] against int targets [B, T]; negative ones do not count.
 
-    Never more than [B, chunk * shards, V] logits exist: the backward pass computes each chunk's again. `shards`: over
+    Never more than [B, shards, chunk, V] logits exist: the backward pass computes each chunk's again. `shards`: over
     how many devices T is split; a chunk takes tokens from every one of them, so that none has to move.
     """
     B, T, D = h.shape
     local = T // shards
-    chunk = math.gcd(local, chunk)
-    rows = B, shards, local // chunk, chunk
-    h = jnp.moveaxis(h.reshape(*rows, D), 2, 0)  # [chunks, B, shards, chunk, D]
-    targets = jnp.moveaxis(targets.reshape(rows), 2, 0)  # [chunks, B, shards, chunk]
+    chunks = -(-local // chunk)
+    short = chunks * chunk - local if chunks > 1 else 0  # padding, where the chunk does not divide
+    h = jnp.pad(h.reshape(B, shards, local, D), ((0, 0), (0, 0), (0, short), (0, 0)))
+    t = jnp.pad(targets.reshape(B, shards, local), ((0, 0), (0, 0), (0, short)), constant_values=-1)
+    h = jnp.moveaxis(h.reshape(B, shards, chunks, -1, D), 2, 0)  # [chunks, B, shards, chunk, D]
+    t = jnp.moveaxis(t.reshape(B, shards, chunks, -1), 2, 0)  # [chunks, B, shards, chunk]
 
     @jax.checkpoint
     def piece(total, xs):
-        h, targets = xs
+        h, t = xs
         z = logits(params, h)
-        true = jnp.take_along_axis(z, targets[..., None], -1)[..., 0]
-        return total + jnp.sum(jax.nn.logsumexp(z, -1) - true), None
+        true = jnp.take_along_axis(z, jnp.maximum(t, 0)[..., None], -1)[..., 0]
+        return total + jnp.sum(jnp.where(t < 0, 0.0, jax.nn.logsumexp(z, -1) - true)), None
 
-    return jax.lax.scan(piece, jnp.float32(0), (h, targets))[0] / (B * T)
+    return jax.lax.scan(piece, jnp.float32(0), (h, t))[0] / jnp.sum(targets >= 0)
 
 
 def new_cache(config: Config, batch: int, length: int, dtype=jnp.float32):

@@ -2,8 +2,8 @@
 
     angle[p, j] = p * w[j],   w[j] = theta^(-2j / head_dim)      (RoPE, arXiv:2104.09864, eq. 15)
 
-Float32 angles are useless far out: at p = 2^24 one float32 step is two radians. But only the angle's fraction of a turn
-matters, and that is integer arithmetic. Let F = round(w / 2pi * 2^64), made on the host in float64, as two 32-bit words:
+Float32 angles are useless far out: near 2^24 neighbouring float32 numbers are one radian apart. But only the fraction
+of a turn matters, and that is integer arithmetic. Let F = w / 2pi * 2^64, made on the host in float64, as two words:
 
     turn = p * F  mod 2^64,    and its upper word is    p * F_hi + upper_word(p * F_lo)   mod 2^32
 
@@ -67,7 +67,7 @@ def rope(positions, head_dim: int, theta: float, scaling: Scaling | None = None)
 
 
 def rotate(x, cos, sin):
-    """x [B, T, N, H] turned by (cos, sin) [B | 1, T, H / 2]; channel j is paired with j + H / 2, as Hugging Face does."""
+    """x [B, T, N, H] turned by (cos, sin) [B | 1, T, H / 2]; channel j pairs with j + H / 2, as Hugging Face does."""
     a, b = jnp.split(x, 2, axis=-1)
     c, s = cos[:, :, None, :].astype(x.dtype), sin[:, :, None, :].astype(x.dtype)
     return jnp.concatenate([a * c - b * s, b * c + a * s], axis=-1)

@@ -1,0 +1,203 @@
+"""Hugging Face's Llama files in and out: config.json, and model.safetensors or its shards with an index.
+
+Only safetensors are read, and an index may only name files beside it: a file from a stranger cannot run code or reach
+outside its folder.
+"""
+
+import json
+import re
+from pathlib import Path
+
+import numpy as np
+
+from ringtide.models import BadInput
+from ringtide.models.llama import Config, shapes
+from ringtide.models.rope import Scaling
+
+# ours -> (Hugging Face's name, how many of our axes are inputs). Their matrices are [outputs, inputs], ours the reverse.
+_LAYER = {
+    "attention_norm": ("input_layernorm", 0),
+    "q": ("self_attn.q_proj", 1),
+    "k": ("self_attn.k_proj", 1),
+    "v": ("self_attn.v_proj", 1),
+    "o": ("self_attn.o_proj", 2),
+    "ff_norm": ("post_attention_layernorm", 0),
+    "gate": ("mlp.gate_proj", 1),
+    "up": ("mlp.up_proj", 1),
+    "down": ("mlp.down_proj", 1),
+}
+_TOP = {"embed": ("model.embed_tokens", 0), "norm": ("model.norm", 0), "unembed": ("lm_head", 1)}
+_SCALING = tuple(Scaling.__dataclass_fields__)
+
+
+def load(folder) -> tuple[dict, Config]:
+    """(parameters, config) of a folder in Hugging Face's format; float32 NumPy arrays in the shapes of llama.shapes.
+
+    Raises BadInput naming the file, and the tensor where one is missing or has another shape than config.json says.
+    """
+    folder = Path(folder)
+    config = config_of(_json(folder, "config.json"), folder / "config.json")
+    files = _files(folder)
+    tree = shapes(config)
+    used = set()
+
+    def read(name, shape, inputs):
+        if name not in files:
+            raise BadInput(f"{folder}: the weights hold no {name}")
+        used.add(name)
+        return _ours(_tensor(folder / files[name], name), shape, inputs, f"{folder / files[name]}: {name}")
+
+    params = {key: read(f"{_TOP[key][0]}.weight", tree[key], _TOP[key][1]) for key in tree if key != "layers"}
+    params["layers"] = {}
+    for key, shape in tree["layers"].items():
+        name, inputs = _LAYER[key]
+        stack = np.empty(shape, np.float32)  # filled a layer at a time: no second copy of the model
+        for i in range(config.layers):
+            stack[i] = read(f"model.layers.{i}.{name}.weight", shape[1:], inputs)
+        params["layers"][key] = stack
+    strange = sorted(n for n in set(files) - used if n != "lm_head.weight" and not n.endswith("rotary_emb.inv_freq"))
+    if strange:
+        raise BadInput(f"{folder}: {strange[0]} ({len(strange)} such) has no place in the Llama of its config.json")
+    return params, config
+
+
+def save(folder, params: dict, config: Config) -> None:
+    """Writes config.json and model.safetensors, float32, which transformers' LlamaForCausalLM loads."""
+    from safetensors.numpy import save_file
+
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    tensors = {f"{_TOP[key][0]}.weight": _theirs(params[key], _TOP[key][1]) for key in params if key != "layers"}
+    for key, (name, inputs) in _LAYER.items():
+        for i, w in enumerate(params["layers"][key]):
+            tensors[f"model.layers.{i}.{name}.weight"] = _theirs(w, inputs)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(_their_config(config), indent=2) + "\n")
+
+
+def config_of(theirs: dict, where="config.json") -> Config:
+    """The Config that a Hugging Face config.json (as a dict) describes. Refuses what this Llama does not do."""
+    for key, allowed in {
+        "model_type": ("llama",),
+        "hidden_act": ("silu", None),
+        "attention_bias": (False, None),
+        "mlp_bias": (False, None),
+    }.items():
+        if theirs.get(key) not in allowed:
+            raise BadInput(f"{where}: {key} is {theirs.get(key)!r}, only {allowed[0]!r} is supported")
+    # transformers 5 writes rope_parameters, earlier ones rope_theta and rope_scaling.
+    rope = theirs.get("rope_parameters") or theirs.get("rope_scaling") or {}
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind not in ("default", "llama3"):
+        raise BadInput(f"{where}: rope type {kind!r} is not supported, only 'default' and 'llama3'")
+    try:
+        heads, dim = theirs["num_attention_heads"], theirs["hidden_size"]
+        return Config(
+            vocab_size=theirs["vocab_size"],
+            layers=theirs["num_hidden_layers"],
+            dim=dim,
+            ff_dim=theirs["intermediate_size"],
+            heads=heads,
+            kv_heads=theirs.get("num_key_value_heads") or heads,
+            head_dim=theirs.get("head_dim") or dim // heads,
+            rope_theta=float(rope.get("rope_theta", theirs.get("rope_theta", 10000.0))),
+            rope_scaling=Scaling(**{key: rope[key] for key in _SCALING}) if kind == "llama3" else None,
+            norm_eps=theirs.get("rms_norm_eps", 1e-6),
+            tied=theirs.get("tie_word_embeddings", False),
+        )
+    except KeyError as error:
+        raise BadInput(f"{where}: the key {error} is missing") from None
+    except (TypeError, ValueError, ZeroDivisionError) as error:
+        raise BadInput(f"{where}: {error}") from None
+
+
+def _their_config(c: Config) -> dict:
+    scaling = c.rope_scaling and {"rope_type": "llama3", **{key: getattr(c.rope_scaling, key) for key in _SCALING}}
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_act": "silu",
+        "vocab_size": c.vocab_size,
+        "num_hidden_layers": c.layers,
+        "hidden_size": c.dim,
+        "intermediate_size": c.ff_dim,
+        "num_attention_heads": c.heads,
+        "num_key_value_heads": c.kv_heads,
+        "head_dim": c.head_dim,
+        "rope_theta": c.rope_theta,
+        "rope_scaling": scaling,
+        "rms_norm_eps": c.norm_eps,
+        "tie_word_embeddings": c.tied,
+        "attention_bias": False,
+        "mlp_bias": False,
+        "max_position_embeddings": 131072,
+        "bos_token_id": None,
+        "eos_token_id": None,
+        "dtype": "float32",
+    }
+
+
+def _ours(w, shape, inputs, where):
+    """Their [outputs, inputs] matrix (or vector, or embedding: inputs = 0) as an array of our shape."""
+    split = len(shape) if inputs == 0 else inputs
+    n_in, n_out = int(np.prod(shape[:split])), int(np.prod(shape[split:]))
+    expected = shape if inputs == 0 else (n_out, n_in)
+    if tuple(w.shape) != tuple(expected):
+        raise BadInput(f"{where} has shape {list(w.shape)}, its config.json says {list(expected)}")
+    w = np.asarray(w, np.float32)
+    return w if inputs == 0 else w.T.reshape(shape)
+
+
+def _theirs(w, inputs):
+    w = np.asarray(w, np.float32)
+    if inputs == 0:
+        return w
+    return np.ascontiguousarray(w.reshape(int(np.prod(w.shape[:inputs])), -1).T)
+
+
+def _files(folder) -> dict[str, str]:
+    """{tensor name: file name}, from the index where there is one."""
+    index = folder / "model.safetensors.index.json"
+    if not index.is_file():
+        if not (folder / "model.safetensors").is_file():
+            raise BadInput(f"{folder}: neither model.safetensors nor model.safetensors.index.json is there")
+        with _open(folder / "model.safetensors") as file:
+            return dict.fromkeys(file.keys(), "model.safetensors")
+    files = _json(folder, index.name).get("weight_map")
+    if not isinstance(files, dict):
+        raise BadInput(f"{index}: no weight_map in it")
+    for name in files.values():
+        if not isinstance(name, str) or not re.fullmatch(r"[\w-][\w.-]*\.safetensors", name, re.ASCII):
+            raise BadInput(
+                f"{index}: {name!r} is not the plain name of a .safetensors file in the same folder: refused"
+            )
+    return files
+
+
+def _tensor(path, name):
+    with _open(path) as file:
+        if name not in file.keys():  # noqa: SIM118  not a dict
+            raise BadInput(f"{path}: holds no {name}, though its index says so")
+        return file.get_tensor(name)
+
+
+def _open(path):
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        return safe_open(path, framework="flax")  # jax arrays: NumPy has no bfloat16
+    except (SafetensorError, OSError) as error:
+        raise BadInput(f"{path}: not a readable safetensors file ({error})") from None
+
+
+def _json(folder, name) -> dict:
+    path = folder / name
+    try:
+        content = json.loads(path.read_text())
+    except OSError as error:
+        raise BadInput(f"{path}: {error.strerror}") from None
+    except ValueError as error:  # also UnicodeDecodeError
+        raise BadInput(f"{path}: not JSON ({error})") from None
+    if not isinstance(content, dict):
+        raise BadInput(f"{path}: expected a JSON object")
+    return content
