@@ -1,0 +1,94 @@
+"""What the ops check of their arguments: shapes and dtypes always, values in checked mode.
+
+Every message is one line that names the argument, what was expected, what came, and the cure.
+
+Checked mode, RINGTIDE_CHECK=1 in the environment when an op is called or traced, also looks at values: at once where
+they are concrete, by a debug callback under `jax.jit` (the error then surfaces from the computation).
+"""
+
+import functools
+import math
+import os
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+FLOATS = ("float32", "bfloat16", "float16")
+INTS = ("int32", "int64", "int16", "int8", "uint8", "uint16", "uint32", "uint64")
+
+
+def array(name, x, axes, sizes, dtypes=FLOATS):
+    """x as a JAX array of the given axes, e.g. "B T N K", and one of `dtypes`.
+
+    sizes: {axis: size} known from the arguments before; axes met for the first time are added to it.
+    Raises ValueError for a wrong shape, TypeError for a wrong dtype.
+    """
+    try:
+        x = jnp.asarray(x)
+    except (TypeError, ValueError):
+        raise TypeError(f"{name}: expected an array, got {type(x).__name__}") from None
+    axes = axes.split()
+    if not _fits(x.shape, axes, sizes):
+        want = ", ".join(f"{a}={sizes[a]}" if a in sizes else a for a in axes)
+        raise ValueError(f"{name}: expected shape [{want}], got {list(x.shape)}{_layout(name, x.shape, axes, sizes)}")
+    if x.dtype.name not in dtypes:
+        want = " or ".join(dtypes[:3])
+        raise TypeError(f"{name}: expected {want}, got {x.dtype}: cast it, {name}.astype('{dtypes[0]}')")
+    sizes.update(zip(axes, x.shape, strict=True))
+    return x
+
+
+def number(name, x):
+    """x as a finite Python float: it is compiled into the kernels."""
+    try:
+        value = float(x)
+    except (TypeError, ValueError):
+        raise TypeError(
+            f"{name}: expected a finite number, got {type(x).__name__}: multiply the query by an array or traced value"
+        ) from None
+    if not math.isfinite(value):
+        raise ValueError(f"{name}: expected a finite number, got {value}")
+    return value
+
+
+def vary_alike(*xs):
+    """Under shard_map: xs, marked as varying over every mesh axis that one of them varies over, as scans want it."""
+    varying = [jax.typeof(x).manual_axis_type.varying for x in xs]
+    every = frozenset().union(*varying)
+    return [
+        lax.pcast(x, tuple(sorted(every - own)), to="varying") if every - own else x
+        for x, own in zip(xs, varying, strict=True)
+    ]
+
+
+def enabled():
+    """Is checked mode on?"""
+    return os.environ.get("RINGTIDE_CHECK", "") not in ("", "0")
+
+
+def refuse(bad, message):
+    """Raises ValueError(message) if the bool scalar `bad` holds; call it in checked mode only."""
+    if isinstance(bad, jax.core.Tracer):
+        jax.debug.callback(functools.partial(_raise_if, message), bad)
+    else:
+        _raise_if(message, bad)
+
+
+def _raise_if(message, bad):
+    if bad:
+        raise ValueError(message)
+
+
+def _fits(shape, axes, sizes):
+    return len(shape) == len(axes) and all(sizes.get(a, n) == n for a, n in zip(axes, shape, strict=True))
+
+
+def _layout(name, shape, axes, sizes):
+    """The commonest mistake: heads before time, in this argument or in the ones that it is held against."""
+    swapped = sizes | {"T": sizes.get("N"), "N": sizes.get("T")}
+    itself = len(shape) == 4 and "N" in axes and _fits((shape[0], shape[2], shape[1], shape[3]), axes, sizes)
+    others = "T" in sizes and "N" in sizes and _fits(shape, axes, swapped)
+    if itself or others:
+        return ": time comes before heads, so pass a head-first [B, N, T, ...] argument as x.swapaxes(1, 2)"
+    return ""
