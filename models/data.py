@@ -102,9 +102,11 @@ def _from_folder(folder, tokenizer) -> Data:
     for path in files:
         name = path.relative_to(root).as_posix()
         try:
-            text = _text(path)
+            text = _text(path) if path.stat().st_size else ""
         except (BadInput, OSError) as error:
             skipped.append(f"{name}: {_line(error)}")
+            continue
+        if not text:
             continue
         digest.update(f"{name}\0{hashlib.sha256(text.encode()).hexdigest()}\n".encode())
         held = hashlib.sha256(name.encode()).digest()[0] % _ONE_IN == 0

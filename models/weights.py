@@ -14,7 +14,7 @@ from ringtide.models import BadInput
 from ringtide.models.llama import Config, shapes
 from ringtide.models.rope import Scaling
 
-# ours -> (Hugging Face's name, how many of our axes are inputs). Their matrices are [outputs, inputs], ours the reverse.
+# ours -> (Hugging Face's name, how many of our axes are inputs). Their matrices are [out, in], ours the reverse.
 _LAYER = {
     "attention_norm": ("input_layernorm", 0),
     "q": ("self_attn.q_proj", 1),
@@ -63,6 +63,7 @@ def load(folder) -> tuple[dict, Config]:
 
 def save(folder, params: dict, config: Config) -> None:
     """Writes config.json and model.safetensors, float32, which transformers' LlamaForCausalLM loads."""
+    from safetensors import SafetensorError
     from safetensors.numpy import save_file
 
     folder = Path(folder)
@@ -71,7 +72,13 @@ def save(folder, params: dict, config: Config) -> None:
     for key, (name, inputs) in _LAYER.items():
         for i, w in enumerate(params["layers"][key]):
             tensors[f"model.layers.{i}.{name}.weight"] = _theirs(w, inputs)
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    part = folder / ".model.safetensors.part"
+    try:
+        save_file(tensors, part, metadata={"format": "pt"})
+    except SafetensorError as error:  # how the library tells of a full disk
+        part.unlink(missing_ok=True)
+        raise OSError(f"{folder / 'model.safetensors'}: {error}") from None
+    part.replace(folder / "model.safetensors")
     (folder / "config.json").write_text(json.dumps(_their_config(config), indent=2) + "\n")
 
 

@@ -65,7 +65,7 @@ def test_needs_no_float64_of_the_device():
 
 
 def test_odd_head_dim_is_refused():
-    with pytest.raises(ValueError, match="head_dim: .* even, got 7"):
+    with pytest.raises(ValueError, match=r"head_dim: .* even, got 7"):
         rope(np.arange(3), 7, 1e4)
 
 

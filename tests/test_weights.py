@@ -84,7 +84,7 @@ def test_index_that_points_outside_is_refused(folder, name):
     index = shard(folder)
     files = json.loads(index.read_text())["weight_map"]
     edit(index, weight_map=files | {"model.norm.weight": name})
-    with pytest.raises(BadInput, match="not the plain name of a .safetensors file in the same folder"):
+    with pytest.raises(BadInput, match=r"not the plain name of a \.safetensors file in the same folder"):
         weights.load(folder)
 
 
@@ -123,7 +123,7 @@ def test_wrong_tensors_are_named(folder, spoil, message):
         ({"attention_bias": True}, "attention_bias is True"),
         ({"rope_parameters": {"rope_type": "yarn"}}, "rope type 'yarn'"),
         ({"rope_parameters": {"rope_type": "llama3"}}, "the key 'factor' is missing"),
-        ({"hidden_size": None}, "unsupported|None"),
+        ({"hidden_size": None}, "dim must be an int of at least 1, got None"),
         ({"num_key_value_heads": 5}, "heads must be a multiple of kv_heads"),
     ],
 )
@@ -137,13 +137,13 @@ def test_unsupported_configs_are_named(folder, changes, message):
 def test_broken_files_are_named(folder):
     path = folder / "model.safetensors"
     path.write_bytes(path.read_bytes()[:1000])
-    with pytest.raises(BadInput, match="model.safetensors: not a readable safetensors file"):
+    with pytest.raises(BadInput, match=r"model\.safetensors: not a readable safetensors file"):
         weights.load(folder)
     path.unlink()
-    with pytest.raises(BadInput, match="neither model.safetensors nor"):
+    with pytest.raises(BadInput, match=r"neither model\.safetensors nor"):
         weights.load(folder)
     (folder / "config.json").write_text("{")
-    with pytest.raises(BadInput, match="config.json: not JSON"):
+    with pytest.raises(BadInput, match=r"config\.json: not JSON"):
         weights.load(folder)
     with pytest.raises(BadInput, match="No such file"):
         weights.load(folder / "nowhere")

@@ -1,0 +1,211 @@
+"""A run's folder: locked while in use, with checkpoints that are whole or not there, and metrics without gaps.
+
+    OUT/run.json                     what the run was started with
+    OUT/metrics.jsonl                one line a step
+    OUT/checkpoints/step-00000100/   state/ by orbax, manifest.json: the SHA-256 of every file of it
+
+A checkpoint is written under another name and renamed when the manifest is on the disk, so kill -9 leaves it whole or
+not at all. One that was damaged afterwards fails its manifest: it is named and set aside, and the one before is used.
+"""
+
+import contextlib
+import fcntl
+import hashlib
+import json
+import logging
+import os
+import shutil
+import sys
+import threading
+from pathlib import Path
+
+from ringtide.models import BadInput
+
+KEEP = 3
+_PREFIX = "step-"
+
+
+@contextlib.contextmanager
+def locked(folder: Path):
+    """Holds the folder (created when missing) for this process; the kernel lets go of it however the process ends."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with open(folder / ".lock", "a+") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            file.seek(0)
+            raise BadInput(f"--out {folder}: in use by process {file.read().strip() or '?'}") from None
+        file.truncate(0)
+        file.write(str(os.getpid()))
+        file.flush()
+        yield
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """The file has its old content or this one, never a part."""
+    part = path.with_name(f".{path.name}.part")
+    with open(part, "w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(part, path)
+    _sync(path.parent)
+
+
+class Metrics:
+    """metrics.jsonl: one JSON object a line, each with its "step"."""
+
+    def __init__(self, path: Path, last: int):
+        """Keeps the whole lines up to step `last`: what came after the checkpoint will come again."""
+        self.lines = [line for line in read_metrics(path) if line["step"] <= last]
+        write_atomically(path, "".join(json.dumps(line) + "\n" for line in self.lines))
+        self._file = open(path, "a")  # noqa: SIM115  open as long as the run
+
+    def write(self, line: dict) -> None:
+        self.lines.append(line)
+        self._file.write(json.dumps(line) + "\n")
+        self._file.flush()
+
+    def sync(self) -> None:
+        os.fsync(self._file.fileno())
+
+
+def read_metrics(path: Path) -> list[dict]:
+    """The lines of a metrics.jsonl; a last one that was cut short is left out."""
+    lines = []
+    for line in path.read_text().splitlines() if path.is_file() else ():
+        try:
+            lines.append(json.loads(line))
+        except ValueError:
+            break
+    return lines
+
+
+def save(folder: Path, step: int, state) -> Path:
+    """Writes checkpoint `step` (a pytree of arrays), then lets go of all but the last KEEP. Returns its folder.
+
+    Raises BadInput, one line, when it cannot be written (a full disk); then nothing has changed.
+    """
+    import orbax.checkpoint as ocp
+
+    part, final = folder / f".saving-{step:08d}", folder / f"{_PREFIX}{step:08d}"
+    remove(part)
+    try:
+        part.mkdir(parents=True)
+        with _quiet(), ocp.Checkpointer(ocp.StandardCheckpointHandler()) as checkpointer:
+            checkpointer.save((part / "state").absolute(), args=ocp.args.StandardSave(state))
+        write_atomically(part / "manifest.json", json.dumps({"step": step, "files": _hashes(part / "state")}))
+        remove(final)
+        os.replace(part, final)
+        _sync(folder)
+    except Exception as error:  # orbax passes a full disk on as ValueError
+        remove(part)
+        kept = f"checkpoint {steps(folder)[-1]} and those before are intact" if steps(folder) else "there is none yet"
+        raise BadInput(f"checkpoint {step} could not be saved in {folder} ({reason(error)}); {kept}") from None
+    for old in steps(folder)[:-KEEP]:
+        remove(folder / f"{_PREFIX}{old:08d}")
+    for damaged in folder.glob("damaged-*"):
+        remove(damaged)
+    return final
+
+
+def restore(folder: Path, like, warn=print, owner=True):
+    """(step, state) of the last checkpoint that is whole, or None when there is none at all.
+
+    like: a pytree of jax.ShapeDtypeStruct with shardings. warn: called with a line for each damaged checkpoint. The
+    owner of the run also tidies: those are renamed `damaged-...` and deleted once a newer one is saved.
+    Raises BadInput if all of them are damaged.
+    """
+    import orbax.checkpoint as ocp
+
+    for leftover in folder.glob(".saving-*") if owner else ():
+        remove(leftover)
+    found = steps(folder)
+    for step in reversed(found):
+        path = folder / f"{_PREFIX}{step:08d}"
+        try:
+            verify(path)
+        except (ValueError, OSError) as error:
+            warn(f"checkpoint {path} is damaged ({reason(error)}): using the one before")
+            if owner:
+                remove(path.with_name(f"damaged-{path.name}"))
+                path.rename(path.with_name(f"damaged-{path.name}"))
+            continue
+        with ocp.Checkpointer(ocp.StandardCheckpointHandler()) as checkpointer:
+            args = ocp.args.StandardRestore(like)
+            return step, checkpointer.restore((path / "state").absolute(), args=args)
+    if found:
+        raise BadInput(f"every checkpoint in {folder} is damaged: start again with another --out")
+    return None
+
+
+def verify(path: Path) -> None:
+    """Raises ValueError naming the first file that is not what the manifest says."""
+    manifest = path / "manifest.json"
+    if not manifest.is_file():
+        raise ValueError("manifest.json is missing")
+    try:
+        want = dict(json.loads(manifest.read_text())["files"])
+    except (ValueError, KeyError, TypeError):
+        raise ValueError("manifest.json is not readable") from None
+    have = _hashes(path / "state")
+    for name in sorted(want.keys() | have.keys()):
+        if want.get(name) != have.get(name):
+            what = "is missing" if name not in have else "is not in the manifest" if name not in want else "has changed"
+            raise ValueError(f"state/{name} {what}")
+
+
+def steps(folder: Path) -> list[int]:
+    """The steps of the checkpoints, ascending, damaged or not."""
+    return sorted(int(p.name.removeprefix(_PREFIX)) for p in folder.glob(f"{_PREFIX}*"))
+
+
+def reason(error: Exception) -> str:
+    """An error as a part of one line, and the system's own words when the disk is at fault."""
+    text = " ".join(str(error).split()) or type(error).__name__
+    for cause in ("No space left on device", "File too large", "Disk quota exceeded"):
+        if cause in text:
+            return cause
+    return text if len(text) < 200 else text[:200] + "..."
+
+
+def _hashes(folder: Path) -> dict[str, str]:
+    files = sorted(p for p in folder.rglob("*") if p.is_file())
+    return {p.relative_to(folder).as_posix(): _hash(p) for p in files}
+
+
+def _hash(path: Path) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _sync(folder: Path) -> None:
+    """Puts the names in a folder on the disk."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def remove(path: Path) -> None:
+    """Deletes a file or folder; under another name first, so that a kill in between leaves no half checkpoint."""
+    if path.exists():
+        gone = path.with_name(f".saving-gone-{path.name}")
+        shutil.rmtree(gone, ignore_errors=True)
+        path.rename(gone)
+        shutil.rmtree(gone) if gone.is_dir() else gone.unlink()
+
+
+@contextlib.contextmanager
+def _quiet():
+    """One line says what went wrong: without the log and the tracebacks of orbax's own threads."""
+    log = logging.getLogger("absl")
+    level, hook, excepthook = log.level, threading.excepthook, sys.excepthook
+    log.setLevel(logging.CRITICAL)
+    threading.excepthook = sys.excepthook = lambda *_: None
+    try:
+        yield
+    finally:
+        log.setLevel(level)
+        threading.excepthook, sys.excepthook = hook, excepthook

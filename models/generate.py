@@ -1,0 +1,90 @@
+"""Text from a trained model, a token at a time: a run's folder or one in Hugging Face's format, a static KV cache."""
+
+import codecs
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ringtide.models import BadInput, checkpoint, llama, train, weights
+from ringtide.models.data import load_tokenizer
+
+
+class Bytes:
+    """The vocabulary of bytes, with the two methods of a tokenizer that `stream` needs."""
+
+    def encode(self, text: str) -> list[int]:
+        return list(text.encode()) or [0]  # 0 ends a document, so what follows begins one
+
+    def decoder(self):
+        """A function from one token to the text that it completes."""
+        decode = codecs.getincrementaldecoder("utf-8")("replace").decode
+        return lambda token: decode(bytes([token]))
+
+
+class Tokens:
+    """A tokenizer.json of the tokenizers library."""
+
+    def __init__(self, path):
+        self._tokenizer = load_tokenizer(path)
+
+    def encode(self, text: str) -> list[int]:
+        ids = self._tokenizer.encode(text, add_special_tokens=not text).ids
+        if not ids:
+            raise BadInput("--prompt: this tokenizer makes no token of it: give a longer one")
+        return ids
+
+    def decoder(self):
+        from tokenizers.decoders import DecodeStream
+
+        stream = DecodeStream(skip_special_tokens=True)
+        return lambda token: stream.step(self._tokenizer, token) or ""
+
+
+def load(folder, tokenizer=None, warn=print):
+    """(params, config, Bytes | Tokens) of a run's folder (its last whole checkpoint) or of Hugging Face's format."""
+    folder = Path(folder)
+    ready = False  # was it trained on ready-made tokens?
+    if (folder / "run.json").is_file():
+        settings, config = train.read_run(folder)
+        trainer = train.Trainer(config, settings, train.make_mesh(1))
+        found = checkpoint.restore(folder / "checkpoints", trainer.like(), warn, owner=False)
+        if found is None:
+            raise BadInput(f"--ckpt {folder}: no checkpoint yet")
+        params = found[1]["params"]
+        ready = (settings.data or "").endswith(".npy")
+    elif (folder / "config.json").is_file():
+        params, config = weights.load(folder)
+    else:
+        raise BadInput(f"--ckpt {folder}: neither a run (run.json) nor a model (config.json)")
+    if tokenizer is None and (folder / "tokenizer.json").is_file():
+        tokenizer = folder / "tokenizer.json"
+    if tokenizer is None and (ready or config.vocab_size != 256):
+        raise BadInput(f"--ckpt {folder}: not a model of bytes: pass its --tokenizer tokenizer.json")
+    return params, config, Bytes() if tokenizer is None else Tokens(tokenizer)
+
+
+def stream(params, config: llama.Config, prompt: list[int], count: int, temperature=0.8, top_k=40, seed=0):
+    """Yields up to `count` tokens after the prompt. temperature 0: always the likeliest; top_k 0: from all tokens."""
+    if max(prompt) >= config.vocab_size:
+        raise BadInput(f"--tokenizer: token {max(prompt)} is outside the model's vocabulary of {config.vocab_size}")
+    params = jax.tree.map(jnp.asarray, params)
+    cache = llama.new_cache(config, 1, len(prompt) + count)
+    random = np.random.default_rng(seed)
+    tokens, start = np.array([prompt], np.int32), 0
+    for _ in range(count):
+        logits, cache = llama.extend(params, cache, tokens, np.int32(start), config)
+        start += tokens.shape[1]
+        token = _draw(np.asarray(logits[0], np.float64), temperature, top_k, random)
+        yield token
+        tokens = np.array([[token]], np.int32)
+
+
+def _draw(logits, temperature, top_k, random) -> int:
+    if temperature == 0:
+        return int(logits.argmax())
+    if 0 < top_k < len(logits):
+        logits = np.where(logits < np.partition(logits, -top_k)[-top_k], -np.inf, logits)
+    p = np.exp((logits - logits.max()) / temperature)
+    return int(random.choice(len(p), p=p / p.sum()))

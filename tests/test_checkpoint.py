@@ -1,0 +1,124 @@
+"""Checkpoints are whole or not there, damage is found and named, a folder has one owner."""
+
+import json
+import resource
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from ringtide.models import BadInput, checkpoint
+
+STATE = {"w": jnp.arange(30000, dtype=jnp.float32), "opt": {"count": jnp.int32(7)}}
+LIKE = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), STATE)
+
+
+def state(step):
+    return jax.tree.map(lambda x: x + step, STATE)
+
+
+def restored(folder):
+    warnings = []
+    step, tree = checkpoint.restore(folder, LIKE, warnings.append)
+    jax.tree.map(np.testing.assert_array_equal, tree, state(step))
+    return step, warnings
+
+
+def big_file(folder, step):
+    return max((folder / f"step-{step:08d}" / "state").rglob("*"), key=lambda p: p.stat().st_size * p.is_file())
+
+
+def truncate(path):
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+def flip(path):
+    raw = bytearray(path.read_bytes())
+    raw[len(raw) // 2] ^= 1
+    path.write_bytes(raw)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    for step in (10, 20, 30, 40):
+        checkpoint.save(tmp_path, step, state(step))
+    return tmp_path
+
+
+def test_the_last_three_are_kept(folder):
+    assert checkpoint.steps(folder) == [20, 30, 40]
+    assert restored(folder) == (40, [])
+    assert not list(folder.glob(".*"))
+
+
+def test_none_at_all(tmp_path):
+    assert checkpoint.restore(tmp_path / "none", LIKE) is None
+
+
+@pytest.mark.parametrize("damage", [truncate, flip, lambda path: path.unlink()])
+def test_a_damaged_one_is_named_and_the_one_before_is_used(folder, damage):
+    damage(big_file(folder, 40))
+    truncate(folder / "step-00000030" / "manifest.json")
+    step, warnings = restored(folder)
+    assert step == 20
+    assert "step-00000040 is damaged (state/" in warnings[0]
+    assert "step-00000030 is damaged (manifest.json is not readable)" in warnings[1]
+    assert {p.name for p in folder.glob("damaged-*")} == {"damaged-step-00000030", "damaged-step-00000040"}
+    checkpoint.save(folder, 30, state(30))  # training comes by again
+    assert restored(folder) == (30, [])
+    assert not list(folder.glob("damaged-*"))
+
+
+def test_all_damaged_is_an_error_and_deletes_nothing(folder):
+    for step in checkpoint.steps(folder):
+        flip(big_file(folder, step))
+    with pytest.raises(BadInput, match=r"every checkpoint in .* is damaged"):
+        checkpoint.restore(folder, LIKE, lambda line: None)
+    assert len(list(folder.glob("damaged-*"))) == 3
+
+
+def test_what_a_kill_left_behind_is_swept(folder):
+    (folder / ".saving-00000050" / "state").mkdir(parents=True)
+    assert restored(folder) == (40, [])
+    assert not list(folder.glob(".saving-*"))
+
+
+def test_a_full_disk_is_one_line_and_leaves_the_others(folder, capfd):
+    noise = np.random.default_rng(0).normal(size=200_000).astype(np.float32)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))
+    try:
+        with pytest.raises(BadInput) as caught:
+            checkpoint.save(folder, 50, {"w": jnp.asarray(noise)})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    message = str(caught.value)
+    assert "checkpoint 50 could not be saved" in message
+    assert "(File too large); checkpoint 40 and those before are intact" in message
+    assert "\n" not in message
+    assert "Traceback" not in capfd.readouterr().err
+    assert checkpoint.steps(folder) == [20, 30, 40]
+    assert restored(folder) == (40, [])
+
+
+def test_a_folder_has_one_owner(tmp_path):
+    run = tmp_path / "run"
+    with checkpoint.locked(run), pytest.raises(BadInput, match=r"run: in use by process \d+"), checkpoint.locked(run):
+        pass
+    with checkpoint.locked(run):
+        pass
+
+
+def test_metrics_go_on_after_the_checkpoint_without_gap_or_copy(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    metrics = checkpoint.Metrics(path, -1)
+    for step in range(6):
+        metrics.write({"step": step, "loss": 1 / (step + 3)})
+    with open(path, "a") as file:
+        file.write('{"step": 6, "lo')  # killed while writing
+    metrics = checkpoint.Metrics(path, 3)
+    metrics.write({"step": 4, "loss": 1 / 7})
+    assert [json.loads(line) for line in path.read_text().splitlines()] == [
+        {"step": step, "loss": 1 / (step + 3)} for step in range(5)
+    ]

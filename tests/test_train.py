@@ -1,0 +1,258 @@
+"""Training end to end, in processes of its own: killed, interrupted, damaged, starved of disk, and resumed."""
+
+import json
+import os
+import random
+import resource
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+
+from ringtide.cli import main
+from ringtide.models import checkpoint
+
+TEXT = "".join(f"def f{i}(x):\n    return x * {i * i} + {i % 7}\n\n" for i in range(2000))
+STEPS = 200
+RUN = f"--devices 2 --preset llama-micro --seq 64 --batch 2 --steps {STEPS} --ckpt-every 10 --val-every 50".split()
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    path = tmp_path_factory.mktemp("data") / "text.py"
+    path.write_text(TEXT)
+    return path
+
+
+def start(out, *options, **popen):
+    code = "from ringtide.cli import main; main()"
+    arguments = [sys.executable, "-c", code, "train", "llama", "--out", str(out), *map(str, options)]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    return subprocess.Popen(arguments, **pipes, **popen)
+
+
+def finish(process):
+    out, err = process.communicate(timeout=120)
+    return process.returncode, out, err
+
+
+def until(condition, process):
+    """Waits, closely, until the condition holds; the process must not have ended before."""
+    while not condition():
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.0005)
+
+
+def steps_done(out):
+    path = out / "metrics.jsonl"
+    return path.read_bytes().count(b"\n") - 1 if path.exists() else 0
+
+
+def curve(out):
+    """Everything of each line that is not a time, as it was written."""
+    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    return [{name: value for name, value in line.items() if name != "tokens_per_second"} for line in lines]
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(text, tmp_path_factory):
+    out = tmp_path_factory.mktemp("runs") / "whole"
+    code, said, err = finish(start(out, "--data", text, *RUN))
+    assert code == 0, err
+    assert "unigram" in said
+    return out
+
+
+def test_an_uninterrupted_run(uninterrupted):
+    lines = curve(uninterrupted)
+    assert [line["step"] for line in lines] == list(range(STEPS + 1))
+    assert [line["step"] for line in lines if "val_loss" in line] == [0, 50, 100, 150, 200]
+    assert lines[-1]["val_loss"] < 0.6 * lines[0]["val_loss"]
+    assert (uninterrupted / "loss.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_killed_interrupted_damaged_and_resumed_is_bitwise_the_same(uninterrupted, text, tmp_path):
+    out = tmp_path / "run"
+    checkpoints = out / "checkpoints"
+
+    process = start(out, "--data", text, *RUN)  # kill -9 between checkpoints
+    until(lambda: steps_done(out) > 33, process)
+    process.kill()
+    process.communicate()
+
+    process = start(out, "--resume", "--devices", 2)  # kill -9 while a checkpoint is being written
+    until(lambda: steps_done(out) > 51 and any(checkpoints.glob(".saving-*")), process)
+    process.kill()
+    process.communicate()
+
+    process = start(out, "--resume", "--devices", 2)  # Ctrl-C
+    until(lambda: steps_done(out) > 87, process)
+    process.send_signal(signal.SIGINT)
+    code, said, err = finish(process)
+    assert code == 130, err
+    assert "stopped and saved at step" in said
+    assert "--resume" in said
+    last = checkpoint.steps(checkpoints)[-1]
+    assert steps_done(out) == last > 87
+
+    largest = max((checkpoints / f"step-{last:08d}" / "state").rglob("*"), key=lambda p: p.stat().st_size)
+    os.truncate(largest, largest.stat().st_size // 2)
+    code, _, err = finish(start(out, "--resume", "--devices", 2))
+    assert code == 0, err
+    assert f"step-{last:08d} is damaged" in err.replace("\n", " ")
+    assert curve(out) == curve(uninterrupted)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(3))
+def test_killed_at_random_moments(uninterrupted, text, tmp_path, seed):
+    out, draw = tmp_path / "run", random.Random(seed)
+    process, kills = start(out, "--data", text, *RUN), 0
+    while True:
+        target = steps_done(out) + draw.randint(1, 40)
+        in_save = draw.random() < 0.5
+        saving = lambda: not in_save or any((out / "checkpoints").glob(".saving-*"))  # noqa: B023, E731
+        while process.poll() is None and not (steps_done(out) >= target and saving()):
+            time.sleep(0.0005)
+        time.sleep(draw.random() * 0.03)
+        if process.poll() is not None:
+            break
+        process.kill()
+        process.communicate()
+        kills += 1
+        process = start(out, "--resume", "--devices", 2)
+    assert finish(process)[0] == 0
+    assert kills >= 3
+    assert curve(out) == curve(uninterrupted)
+
+
+def test_a_full_disk_is_one_clear_line(text, tmp_path):
+    limit = lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (60_000, resource.RLIM_INFINITY))  # noqa: E731
+    options = [*RUN, "--steps", 30]
+    code, _, err = finish(start(tmp_path / "run", "--data", text, *options, preexec_fn=limit))
+    assert code == 1
+    assert "Traceback" not in err
+    assert err.strip().splitlines()[-1].startswith("Error: checkpoint 10 could not be saved in")
+    assert "File too large" in err
+    assert finish(start(tmp_path / "run", "--resume", "--devices", 2))[0] == 0
+    assert [line["step"] for line in curve(tmp_path / "run")] == list(range(31))
+
+
+# What follows runs in this process, which has eight devices.
+
+
+@pytest.fixture
+def cli(monkeypatch):
+    monkeypatch.setenv("XLA_FLAGS", os.environ["XLA_FLAGS"])  # restored afterwards
+
+    def invoke(*arguments):
+        result = CliRunner().invoke(main, [str(a) for a in arguments])
+        assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
+        return result
+
+    return invoke
+
+
+def refused(result):
+    assert result.exit_code in (1, 2)
+    return result.output.strip().splitlines()[-1]
+
+
+MICRO = ("--preset", "llama-micro", "--seq", 32, "--steps", 4, "--val-every", 2)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--seq", 1002, "--devices", 4], "pad it to 1008"),
+        (["--seq", 64, "--devices", 64], "--devices 64: this process has 8 cpu device(s)"),
+        (["--seq", 0], "Invalid value for '--seq'"),
+        (["--data", "nowhere"], "nowhere: no such file or folder"),
+        (["--tokenizer", "nowhere"], "nowhere: no such file"),
+        (["--init", "nowhere"], "nowhere/config.json: No such file or directory"),
+        (["--resume"], "--resume: no run in"),
+    ],
+)
+def test_bad_options_are_one_line_and_write_nothing(cli, tmp_path, options, message):
+    result = cli("train", "llama", "--out", tmp_path / "run", *options)
+    assert message in refused(result)
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [(b"", "the file is empty"), (bytes(range(256)), "a NUL byte"), (b"short", "tokens, but --seq")],
+)
+def test_bad_data_is_one_line(cli, tmp_path, content, message):
+    (tmp_path / "data").write_bytes(content)
+    assert message in refused(cli("train", "llama", "--out", tmp_path / "run", "--data", tmp_path / "data"))
+
+
+def test_a_run_is_not_overwritten_nor_changed_nor_shared(cli, tmp_path, text):
+    out = tmp_path / "run"
+    assert cli("train", "llama", "--out", out, "--data", text, *MICRO).exit_code == 0
+    assert "already holds something; go on with --resume" in refused(cli("train", "llama", "--out", out, *MICRO))
+    assert "--seq 64: the run in" in refused(cli("train", "llama", "--out", out, "--resume", "--seq", 64))
+    with checkpoint.locked(out):
+        for more in ([], ["--resume"]):
+            assert "in use by process" in refused(cli("train", "llama", "--out", out, *more))
+    before = curve(out)
+    assert cli("train", "llama", "--out", out, "--resume").exit_code == 0  # finished already: nothing to do
+    assert curve(out) == before
+    text_now = text.read_text()
+    text.write_text(text_now + "more")
+    assert "has changed since the run began" in refused(cli("train", "llama", "--out", out, "--resume"))
+    text.write_text(text_now)
+
+
+def test_a_ring_learns_what_one_device_learns(cli, tmp_path, text):
+    for devices in (1, 4):
+        options = ["--out", tmp_path / str(devices), "--devices", devices, "--data", text]
+        assert cli("train", "llama", *options, *MICRO).exit_code == 0
+    one, four = (np.array([line.get("loss", 0) for line in curve(tmp_path / d)]) for d in ("1", "4"))
+    np.testing.assert_allclose(four, one, rtol=1e-5)
+
+
+def test_fine_tuning_from_hugging_face_and_generating(cli, tmp_path, text):
+    first, second = tmp_path / "a", tmp_path / "b"
+    assert cli("train", "llama", "--out", first, "--data", text, *MICRO).exit_code == 0
+    tuned = cli("train", "llama", "--out", second, "--data", text, "--init", first / "model", *MICRO[2:])
+    assert tuned.exit_code == 0
+    assert curve(second)[0]["val_loss"] == pytest.approx(curve(first)[-1]["val_loss"], rel=1e-6)
+    greedy = ["--prompt", "def f", "--tokens", 12, "--temperature", 0]
+    texts = [cli("generate", "llama", "--ckpt", path, *greedy) for path in (first, first / "model")]
+    assert texts[0].exit_code == 0
+    assert texts[0].output.startswith("def f")
+    assert texts[0].output == texts[1].output
+
+
+def test_a_tokenizer_goes_with_the_run(cli, tmp_path):
+    from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.train_from_iterator([TEXT[:4000]], trainers.BpeTrainer(vocab_size=300, show_progress=False))
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "a.txt").write_text(TEXT[:20000])
+    out = tmp_path / "run"
+    options = ["--data", tmp_path / "a.txt", "--tokenizer", tmp_path / "tokenizer.json", *MICRO]
+    assert cli("train", "llama", "--out", out, *options).exit_code == 0
+    assert cli("generate", "llama", "--ckpt", out, "--prompt", "def ", "--tokens", 5).exit_code == 0
+    assert "pass its --tokenizer" in refused(cli("generate", "llama", "--ckpt", out / "model"))
+
+
+def test_generate_refuses_what_is_no_model(cli, tmp_path):
+    assert "neither a run (run.json) nor a model" in refused(cli("generate", "llama", "--ckpt", tmp_path))
+
+
+def test_data_paths_may_be_relative(cli, tmp_path, text, monkeypatch):
+    monkeypatch.chdir(text.parent)
+    assert cli("train", "llama", "--out", tmp_path / "run", "--data", text.name, *MICRO).exit_code == 0
+    monkeypatch.chdir(tmp_path)
+    assert Path(json.loads((tmp_path / "run" / "run.json").read_text())["settings"]["data"]) == text.resolve()
+    assert cli("train", "llama", "--out", "run", "--resume").exit_code == 0
