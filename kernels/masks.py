@@ -15,12 +15,15 @@ works on Python ints, NumPy, JAX and traced scalars inside a kernel alike.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 _FAR = 1 << 30  # positions and windows lie below this, so that int32 sums of two never wrap
 
 
 class Mask:
     """A set of visible (query position, key position) pairs. Frozen and hashable: usable as a static argument."""
+
+    span: int | None = None  # no query sees more keys than this, nor keys further apart; None: no such bound is known
 
     def __call__(self, q, k):
         """q, k: positions, int32, broadcast against each other. Returns bool: does q see k?"""
@@ -53,6 +56,11 @@ class Interval(Mask):
     left: int | None = None
     right: int | None = None
     chunks: tuple[int, ...] = ()
+
+    @property
+    def span(self):
+        window = () if self.left is None or self.right is None else (self.left + self.right + 1,)
+        return min((*window, *self.chunks), default=None)
 
     def bounds(self, q):
         """([lower bounds], [upper bounds]) of the visible keys of q, each nondecreasing in q. Empty: unbounded."""
@@ -178,6 +186,16 @@ def as_mask(mask) -> Mask:
     if callable(mask):
         return _Function(mask)
     raise TypeError(f"mask: expected a mask, a function f(q_pos, k_pos) -> bool or None, got {type(mask).__name__}")
+
+
+class Where(NamedTuple):
+    """Where the tokens of a call stand: arrays, or None for positions from 0, one segment, no dense mask."""
+
+    q_pos: Any = None  # [B | 1, T] int32
+    k_pos: Any = None  # [B | 1, S] int32
+    q_seg: Any = None  # [B | 1, T] int32, negative: padding
+    k_seg: Any = None  # [B | 1, S] int32; both or neither
+    dense: Any = None  # [B | 1, N | 1, T, S] bool, true: visible
 
 
 def same_segment(q, k):

@@ -52,14 +52,16 @@ def number(name, x):
     return value
 
 
-def vary_alike(*xs):
-    """Under shard_map: xs, marked as varying over every mesh axis that one of them varies over, as scans want it."""
-    varying = [jax.typeof(x).manual_axis_type.varying for x in xs]
+def vary_alike(*trees):
+    """Under shard_map: all arrays, marked as varying over each mesh axis that one varies over, as loops want it."""
+    leaves, structure = jax.tree.flatten(trees)
+    varying = [jax.typeof(x).manual_axis_type.varying for x in leaves]
     every = frozenset().union(*varying)
-    return [
+    alike = [
         lax.pcast(x, tuple(sorted(every - own)), to="varying") if every - own else x
-        for x, own in zip(xs, varying, strict=True)
+        for x, own in zip(leaves, varying, strict=True)
     ]
+    return jax.tree.unflatten(structure, alike)
 
 
 def enabled():

@@ -39,6 +39,11 @@ def call(op: str, function: str, implementation, *args, **options):
     raise NotImplementedError(f"{op}: no implementation can serve this call. {'; '.join(reasons)}")
 
 
+def names(implementation):
+    """`implementation` in a hashable form."""
+    return tuple(implementation) if isinstance(implementation, list) else implementation
+
+
 def load(op: str, name: str):
     """The kernel module `name` of `op`."""
     if name not in KERNELS[op]:

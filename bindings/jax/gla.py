@@ -61,7 +61,7 @@ def gla(
         h0 = jnp.zeros((B, N, K, V), jnp.float32)
     else:
         h0 = checks.array("initial_state", initial_state, "B N K V", sizes, ("float32",))
-    scale, implementation = _scale(scale, K), _names(implementation)
+    scale, implementation = _scale(scale, K), dispatch.names(implementation)
     g = g.astype(jnp.float32)
     if segment_ids is None:
         out, state = _gla(implementation, scale, *checks.vary_alike(q, k, v, _gates(g), h0))
@@ -175,8 +175,3 @@ def _refuse_slots(ids, beyond, slots):
 
 def _scale(scale, K):
     return max(K, 1) ** -0.5 if scale is None else checks.number("scale", scale)
-
-
-def _names(implementation):
-    """Hashable, as a static argument must be."""
-    return tuple(implementation) if isinstance(implementation, list) else implementation

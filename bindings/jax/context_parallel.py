@@ -1,0 +1,142 @@
+"""Attention over a sequence that is sharded along a mesh axis: global arrays in, global arrays out."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from ringtide.jax import dispatch
+from ringtide.jax.attention import Kernel, check, differentiable, numbers
+from ringtide.kernels import layouts
+from ringtide.kernels.context.ring import Ring
+from ringtide.kernels.masks import Where
+
+STRATEGIES = {"ring": Ring}  # each turns a (forward, backward) pair on whole arrays into one on shards
+
+
+def context_parallel_attention(
+    query,
+    key,
+    value,
+    *,
+    mesh,
+    seq_axis,
+    head_axis=None,
+    batch_axis=None,
+    strategy="auto",
+    layout="contiguous",
+    mask=None,
+    segment_ids=None,
+    q_positions=None,
+    kv_positions=None,
+    scale=None,
+    logits_soft_cap=None,
+    sinks=None,
+    return_lse=False,
+    implementation=None,
+):
+    """`attention` with time sharded over a mesh axis: the same values and gradients, each device holding T / P tokens.
+
+    Takes and returns global arrays whose time axes are in layout order (`shard_sequence` brings them there) and applies
+    `jax.shard_map` itself. Works under jit and grad.
+
+    Args:
+      mesh: a jax.sharding.Mesh.
+      seq_axis: the name of the mesh axis that time is sharded over, P devices. T and S must divide by P (zigzag: 2 P).
+      head_axis, batch_axis: names of mesh axes that heads and batch are sharded over, or None.
+      strategy: "ring" (K and V travel around the axis); "auto" chooses, at present always the ring.
+      layout: "contiguous", "zigzag" (balances causal work) or "striped": the order of the time axes of all arrays.
+        Positions count in the original order, unless q_positions and kv_positions (in layout order) say otherwise.
+      The rest is as in `attention`.
+
+    Raises: as `attention`; ValueError also for lengths, heads or batch that do not divide by their mesh axes.
+    """
+    query, key, value, where, mask, sinks = check(
+        query, key, value, mask, segment_ids, q_positions, kv_positions, sinks
+    )
+    if strategy not in ("auto", *STRATEGIES):
+        raise NotImplementedError(f"strategy: this release has auto, {', '.join(STRATEGIES)}, got {strategy!r}")
+    shards = _axis_size("seq_axis", mesh, seq_axis)
+    for name, axis, sizes in (
+        ("head_axis", head_axis, (query.shape[2], key.shape[2])),
+        ("batch_axis", batch_axis, (query.shape[0],)),
+    ):
+        size = _axis_size(name, mesh, axis)
+        if any(x % size for x in sizes):
+            raise ValueError(f"{name}: {' and '.join(map(str, sizes))} do not divide by {size}, the size of {axis!r}")
+    where = where._replace(
+        q_pos=_positions(where.q_pos, query.shape[1], layout, shards),
+        k_pos=_positions(where.k_pos, key.shape[1], layout, shards),
+    )
+    local = Kernel(dispatch.names(implementation), mask, *numbers(query, scale, logits_soft_cap))
+    kernel = STRATEGIES["ring" if strategy == "auto" else strategy](local, seq_axis)
+
+    tokens = P(batch_axis, seq_axis, head_axis, None)
+    specs = (
+        tokens,
+        tokens,
+        tokens,
+        _where_specs(where, seq_axis, head_axis, batch_axis),
+        sinks if sinks is None else P(head_axis),
+    )
+    args = query, key, value, where, sinks
+    if AxisType.Explicit in mesh.axis_types:
+        args = jax.tree.map(lambda x, spec: jax.reshard(x, NamedSharding(mesh, spec)), args, specs)
+    run = jax.shard_map(
+        lambda *args: differentiable(kernel, *args, return_lse=True),
+        mesh=mesh,
+        in_specs=specs,
+        out_specs=(tokens, P(batch_axis, seq_axis, head_axis)),
+    )
+    out, lse = run(*args)
+    return (out, lse) if return_lse else out
+
+
+def shard_sequence(x, mesh, seq_axis, layout="contiguous"):
+    """Brings x [B, T, ...] from the original order into layout order, sharded over `seq_axis`."""
+    return _reorder(x, mesh, seq_axis, layout, layouts.position_of, P(None, seq_axis))
+
+
+def unshard_sequence(x, mesh, seq_axis, layout="contiguous"):
+    """Brings x [B, T, ...] from layout order back into the original order, on every device."""
+    return _reorder(x, mesh, seq_axis, layout, layouts.index_of, P())
+
+
+def _reorder(x, mesh, seq_axis, layout, source, spec):
+    x = jnp.asarray(x)
+    if x.ndim < 2:
+        raise ValueError(f"x: expected [B, T, ...], got shape {list(x.shape)}: add a batch axis")
+    order = source(np.arange(x.shape[1]), layout, x.shape[1], _axis_size("seq_axis", mesh, seq_axis))
+    x = x if layout == "contiguous" else jnp.take(x, order, axis=1)
+    sharding = NamedSharding(mesh, spec)
+    return (
+        jax.lax.with_sharding_constraint(x, sharding) if isinstance(x, jax.core.Tracer) else jax.device_put(x, sharding)
+    )
+
+
+def _positions(given, length, layout, shards):
+    layouts.check_length(layout, length, shards)
+    if given is not None:
+        return given
+    return layouts.position_of(jnp.arange(length, dtype=jnp.int32), layout, length, shards)[None]
+
+
+def _where_specs(where, seq_axis, head_axis, batch_axis):
+    """Axes of size 1 stand for all, and are not sharded."""
+
+    def spec(x, *axes):
+        if x is None:
+            return None
+        return P(*(axis if size > 1 else None for axis, size in zip(axes, x.shape, strict=True)))
+
+    ids = [spec(x, batch_axis, seq_axis) for x in where[:4]]
+    return Where(*ids, spec(where.dense, batch_axis, head_axis, seq_axis, None))
+
+
+def _axis_size(name, mesh, axis):
+    if axis is None:
+        return 1
+    if axis not in mesh.shape:
+        raise ValueError(f"{name}: the mesh has the axes {', '.join(map(str, mesh.shape))}, got {axis!r}")
+    return mesh.shape[axis]
