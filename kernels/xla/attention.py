@@ -51,8 +51,8 @@ def forward(q, k, v, where: Where, *, mask: Mask, scale, soft_cap=None, out_dtyp
             pv = _dot("bngqk,bnkh->bngqh", p.astype(v.dtype), vs[j])
             return m_new, l * c + jnp.sum(p, axis=-1), acc * c[..., None] + pv
 
-        shape = qs.shape[1:-1]
-        empty = _full(shape, -jnp.inf, q), _full(shape, 0, q), _full((*shape, v.shape[-1]), 0, q)
+        row = qs[i][..., 0]
+        empty = _like(row, -jnp.inf), _like(row), jnp.broadcast_to(_like(row)[..., None], (*row.shape, v.shape[-1]))
         m, l, acc = tiles.visit(i, tiles.of_queries, tile, empty)
         out = jnp.where(l[..., None] == 0, 0.0, acc / l[..., None])
         return out.astype(out_dtype or q.dtype), m + jnp.log(l)
@@ -87,11 +87,10 @@ def backward(q, k, v, where: Where, dout, lse, delta, *, mask: Mask, scale, soft
             return dq, dk, dv
 
         # dk and dv are summed transposed: what is transposed for the product is then a block of Q or dO, not a tile.
-        empty = (_full(x[j].mT.shape, 0, q) for x in (ks, vs))
-        dq, dk, dv = tiles.visit(j, tiles.of_keys, tile, (dq, *empty))
+        dq, dk, dv = tiles.visit(j, tiles.of_keys, tile, (dq, _like(ks[j].mT), _like(vs[j].mT)))
         return dq, (dk.mT.astype(out_dtype or k.dtype), dv.mT.astype(out_dtype or v.dtype))
 
-    dq, (dk, dv) = lax.scan(columns, _full(qs.shape, 0, q), jnp.arange(len(ks)))
+    dq, (dk, dv) = lax.scan(columns, _like(qs), jnp.arange(len(ks)))
     return tiles.join_q(dq).astype(out_dtype or q.dtype), tiles.join_k(dk), tiles.join_k(dv)
 
 
@@ -100,11 +99,9 @@ def _dot(equation, a, b):
     return jnp.einsum(equation, a, b, precision=lax.Precision.HIGHEST, preferred_element_type=jnp.float32)
 
 
-def _full(shape, value, like):
-    """A float32 carry; under shard_map it varies over the mesh as `like` does, which loops insist on."""
-    axes = tuple(sorted(jax.typeof(like).manual_axis_type.varying))
-    x = jnp.full(shape, value, jnp.float32)
-    return lax.pcast(x, axes, to="varying") if axes else x
+def _like(x, value=0.0):
+    """A float32 carry that lies over a mesh as x does, which loops insist on."""
+    return jnp.full_like(x, value, jnp.float32)
 
 
 def _side(heads: int, length: int, span: int | None) -> int:
