@@ -69,8 +69,10 @@ def llama(out, resume, devices, **options):
 
 
 def _simulate(devices):
-    """On a CPU, makes it look like so many devices; must come before jax starts."""
-    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={devices}"
+    """On a CPU, makes it look like so many devices, unless XLA_FLAGS says already; must come before jax starts."""
+    flags, name = os.environ.get("XLA_FLAGS", ""), "--xla_force_host_platform_device_count"
+    if name not in flags:
+        os.environ["XLA_FLAGS"] = f"{flags} {name}={devices}"
 
 
 class _bar:

@@ -12,11 +12,8 @@ import contextlib
 import fcntl
 import hashlib
 import json
-import logging
 import os
 import shutil
-import sys
-import threading
 from pathlib import Path
 
 from ringtide.models import BadInput
@@ -86,13 +83,15 @@ def save(folder: Path, step: int, state) -> Path:
 
     Raises BadInput, one line, when it cannot be written (a full disk); then nothing has changed.
     """
+    import jax
     import orbax.checkpoint as ocp
 
     part, final = folder / f".saving-{step:08d}", folder / f"{_PREFIX}{step:08d}"
     remove(part)
     try:
         part.mkdir(parents=True)
-        with _quiet(), ocp.Checkpointer(ocp.StandardCheckpointHandler()) as checkpointer:
+        _reserve(part / "room", sum(x.nbytes for x in jax.tree.leaves(state)) + (1 << 20))
+        with ocp.Checkpointer(ocp.StandardCheckpointHandler()) as checkpointer:
             checkpointer.save((part / "state").absolute(), args=ocp.args.StandardSave(state))
         write_atomically(part / "manifest.json", json.dumps({"step": step, "files": _hashes(part / "state")}))
         remove(final)
@@ -165,7 +164,7 @@ def reason(error: Exception) -> str:
     text = " ".join(str(error).split()) or type(error).__name__
     for cause in ("No space left on device", "File too large", "Disk quota exceeded"):
         if cause in text:
-            return cause
+            return text[text.index(cause) :].partition(" [")[0]
     return text if len(text) < 200 else text[:200] + "..."
 
 
@@ -197,15 +196,9 @@ def remove(path: Path) -> None:
         shutil.rmtree(gone) if gone.is_dir() else gone.unlink()
 
 
-@contextlib.contextmanager
-def _quiet():
-    """One line says what went wrong: without the log and the tracebacks of orbax's own threads."""
-    log = logging.getLogger("absl")
-    level, hook, excepthook = log.level, threading.excepthook, sys.excepthook
-    log.setLevel(logging.CRITICAL)
-    threading.excepthook = sys.excepthook = lambda *_: None
-    try:
-        yield
-    finally:
-        log.setLevel(level)
-        threading.excepthook, sys.excepthook = hook, excepthook
+def _reserve(path: Path, size: int) -> None:
+    """Raises OSError where a file of `size` bytes does not fit: asked first, as orbax fails with many tracebacks."""
+    if hasattr(os, "posix_fallocate"):  # not on macOS
+        with open(path, "wb") as file:
+            os.posix_fallocate(file.fileno(), 0, size)
+        path.unlink()

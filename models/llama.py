@@ -9,12 +9,12 @@ What attends is an argument, so the same lines run on one device, over a ring of
 B batch, T time, D model, N query heads, K key and value heads, H head_dim, F feed-forward, V vocabulary, L layers.
 """
 
-import math
 from dataclasses import dataclass
 from functools import partial
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 import ringtide
 from ringtide.models.rope import Scaling, rope, rotate
@@ -75,22 +75,24 @@ def shapes(config: Config) -> dict:
     return tree if c.tied else tree | {"unembed": (c.dim, c.vocab_size)}
 
 
-def init(key, config: Config) -> dict:
-    """Random float32 parameters: norms 1, matrices normal with variance 1 / fan_in, what is added to x scaled down."""
-    leaves, tree = jax.tree.flatten_with_path(shapes(config), is_leaf=lambda x: isinstance(x, tuple))
-    fan_in = {"o": config.heads * config.head_dim, "down": config.ff_dim}
+def init(seed: int, config: Config) -> dict:
+    """Random float32 parameters, in NumPy (nothing to compile): norms are 1, matrices normal with deviation
+    1 / sqrt(fan_in), those that add to x scaled down by sqrt(2 L), the embedding 0.02.
+    """
+    random = np.random.default_rng(seed)
+    scale = dict.fromkeys(("q", "k", "v", "gate", "up", "unembed"), config.dim**-0.5) | {
+        "embed": 0.02,
+        "o": (2 * config.layers * config.heads * config.head_dim) ** -0.5,
+        "down": (2 * config.layers * config.ff_dim) ** -0.5,
+    }
 
-    def draw(path, shape, key):
+    def draw(path, shape):
         name = path[-1].key
         if "norm" in name:
-            return jnp.ones(shape)
-        scale = 1 / math.sqrt(fan_in.get(name, config.dim))
-        if name in fan_in:
-            scale /= math.sqrt(2 * config.layers)  # 2 L terms are added to x
-        return scale * jax.random.normal(key, shape)
+            return np.ones(shape, np.float32)
+        return random.standard_normal(shape, np.float32) * np.float32(scale[name])
 
-    keys = jax.random.split(key, len(leaves))
-    return jax.tree.unflatten(tree, [draw(path, shape, k) for (path, shape), k in zip(leaves, keys, strict=True)])
+    return jax.tree.map_with_path(draw, shapes(config), is_leaf=lambda x: isinstance(x, tuple))
 
 
 def rms_norm(x, weight, eps):

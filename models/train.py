@@ -97,7 +97,7 @@ class Trainer:
             return (
                 {"params": optax.apply_updates(state["params"], updates), "opt": opt},
                 value,
-                optax.global_norm(grads),
+                optax.tree.norm(grads),
             )
 
         self.step = step
@@ -106,7 +106,7 @@ class Trainer:
 
     def fresh(self, seed: int, params=None):
         """The state before the first step, on every device: random, or of the given parameters."""
-        params = llama.init(jax.random.key(seed), self.config) if params is None else params
+        params = llama.init(seed, self.config) if params is None else params
         params = self._everywhere(params)
         return {
             "params": params,
