@@ -1,0 +1,265 @@
+"""check(fn, op): draw recipes, run every property on each, shrink what fails, report."""
+
+import time
+from dataclasses import dataclass, field
+from functools import partial
+
+import hypothesis
+
+from ringtide.testing import attention, gla
+from ringtide.testing.cases import FEATURES, MASKS, RECIPES, deal, parse, simpler, strategy
+from ringtide.testing.run import keywords_missing, runner
+
+CASES_A_SHAPE = 20  # recipes that share a compiled shape: compiling is what takes the time
+
+
+@dataclass(frozen=True)
+class Failure:
+    """A property that does not hold: for which recipe, and what was seen (the slices around the worst element)."""
+
+    case: object
+    property: str
+    message: str
+
+    def __str__(self):
+        return f"{self.property}: {self.message}\n{self.case}"
+
+
+@dataclass
+class Report:
+    """What `check` found. True if nothing failed, so that `assert check(fn, op)` is a test.
+
+    cases          recipes run            refused      of these, refused by NotImplementedError
+    failed         recipes that failed    failure      the first of them, shrunk
+    worst          largest error over bound among claims that have one     worst_case     where
+    """
+
+    op: str
+    cases: int = 0
+    refused: int = 0
+    failed: int = 0
+    failure: Failure | None = None
+    worst: float = 0.0
+    worst_case: object = None
+    seconds: float = 0.0
+    refusals: dict = field(default_factory=dict)  # message -> count
+
+    @property
+    def ok(self) -> bool:
+        return not self.failed and self.refused < max(self.cases, 1)
+
+    def __bool__(self):
+        return self.ok
+
+    def __str__(self):
+        lines = [f"{self.op}: {self.cases} cases, {self.failed} failed, {self.refused} refused, {self.seconds:.0f} s"]
+        lines += [f"refused {count} times: {message}" for message, count in self.refusals.items()]
+        if self.worst_case is not None:
+            lines.append(f"worst error / bound {self.worst:.3g} at {self.worst_case}")
+        if self.failure:
+            lines.append(f"FAILED {self.failure}")
+        return "\n".join(lines)
+
+    __repr__ = __str__
+
+
+def check(
+    fn,
+    op: str,
+    *,
+    cases: int = 100,
+    seed: int = 0,
+    minutes: float | None = None,
+    replay: str | None = None,
+    without=(),
+    masks=None,
+    dtypes=None,
+    gradients: bool = True,
+    decode_step=None,
+    block: int | None = None,
+    stop_early: bool = False,
+    shrink: float = 45,
+    progress=None,
+) -> Report:
+    """Fuzzes `fn` against the float64 reference: `assert ringtide.testing.check(my_attention, "attention")`.
+
+    fn            has the signature of `ringtide.attention` or `ringtide.gla`; a JAX function, or with gradients=False
+                  any function of NumPy arrays. It is never given a keyword that it does not take, nor None
+    op            "attention" or "gla"
+    cases, seed   how many recipes; the same seed draws the same ones.  minutes: keep drawing for so long instead
+    replay        one recipe, as a failure prints it: only this is run
+    without       features that fn does not have, of: {features}
+    masks         texts of the masks to draw, of `ringtide.testing.MASKS`; ("Causal()",) for a causal function
+    dtypes        of float32, bfloat16, float16
+    decode_step   a function as `ringtide.gla_decode_step`: it must agree with the whole
+    block         the tile length of fn, around which lengths are drawn (128 for attention, 64 for gla)
+    stop_early    stop at the first failure
+    shrink        seconds to spend on a plainer recipe that fails too
+    progress      progress(report) is called after each recipe
+
+    Returns a Report. A NotImplementedError of fn counts as a refusal, any other exception as a failure. Raises
+    ValueError for arguments that name nothing known.
+    """
+    trial = _trials(fn, op, without, gradients, decode_step)
+    masks = _known("masks", masks, MASKS)
+    dtypes = _known("dtypes", dtypes, RECIPES[op].choices["dtype"])
+    without = {*without, *keywords_missing(fn, op)}
+    if "mask" in without:
+        masks = ("none",)
+    report, start = Report(op), time.monotonic()
+    if replay is not None:
+        case = parse(replay)
+        if not isinstance(case, RECIPES[op]):
+            raise ValueError(f"replay: {type(case).__name__} is not a recipe of {op}")
+        _examine(case, trial, report)
+    else:
+        deadline = None if minutes is None else start + 60 * minutes
+        over = partial(_over, report, deadline, cases, stop_early)
+        for number in range(10**9):
+            count = cases if deadline is None else 200
+            pool = deal(
+                op,
+                max(count // CASES_A_SHAPE, 8),
+                f"{seed} {number}",
+                without=without,
+                masks=masks,
+                dtypes=dtypes,
+                block=block,
+            )
+            _round(pool, count, f"{seed} {number}", trial, report, over, progress)
+            if over():
+                break
+    if report.failure and replay is None:
+        report.failure = _shrink(report.failure, trial, shrink)
+    report.seconds = time.monotonic() - start
+    return report
+
+
+check.__doc__ = check.__doc__.format(features="; ".join(f"{op}: {', '.join(names)}" for op, names in FEATURES.items()))
+
+
+def _known(name, values, known):
+    for value in values or ():
+        if value not in known:
+            raise ValueError(f"{name}: {value!r} is none of {', '.join(known)}")
+    return values
+
+
+def _over(report, deadline, cases, stop_early):
+    enough = report.cases >= cases if deadline is None else time.monotonic() > deadline
+    return enough or bool(stop_early and report.failed)
+
+
+def _trials(fn, op, without, gradients, decode_step):
+    """A function from a recipe to its Trial, and the properties to check on it."""
+    if op not in RECIPES:
+        raise ValueError(f"op: expected one of {', '.join(RECIPES)}, got {op!r}")
+    for name in without:
+        if name not in FEATURES[op]:
+            raise ValueError(f"without: {op} has no feature {name!r}; it has {', '.join(FEATURES[op])}")
+    if op == "attention":
+        return partial(attention.Trial, run=runner(attention.apply(fn), gradients)), attention.PROPERTIES
+    final_state = "final_state" not in {*without, *keywords_missing(fn, op)}
+    run = runner(gla.apply(fn, final_state), gradients)
+    return partial(gla.Trial, run=run, decode=_decoder(decode_step), final_state=final_state), gla.PROPERTIES
+
+
+def _decoder(decode_step):
+    """scale -> the compiled decode step."""
+    if decode_step is None:
+        return None
+    import jax
+
+    compiled = {}
+
+    def of(scale):
+        if scale not in compiled:
+            compiled[scale] = jax.jit(partial(decode_step, **({} if scale is None else {"scale": scale})))
+        return compiled[scale]
+
+    return of
+
+
+def _round(pool, count, seed, trial, report, over, progress):
+    """Runs `count` recipes of the pool. hypothesis draws them; it steers to where errors come close to their bounds."""
+    done = 0
+
+    @hypothesis.seed(seed)
+    @hypothesis.settings(
+        max_examples=count,
+        database=None,
+        derandomize=False,
+        deadline=None,
+        phases=[hypothesis.Phase.generate, hypothesis.Phase.target],
+        suppress_health_check=list(hypothesis.HealthCheck),
+    )
+    @hypothesis.given(strategy(pool))
+    def draw(case):
+        nonlocal done
+        if over() or done >= count:
+            return
+        done += 1
+        worst = _examine(case, trial, report)
+        hypothesis.target(worst if worst <= 1 else 0.0)  # what fails needs no more of its kind
+        if progress:
+            progress(report)
+
+    draw()
+
+
+def _examine(case, trial, report) -> float:
+    """Runs every property on one recipe and enters the outcome. Returns the largest error over bound."""
+    try:
+        failure, worst = _judge(case, *trial)
+    except NotImplementedError as refusal:
+        report.cases, report.refused = report.cases + 1, report.refused + 1
+        report.refusals[str(refusal)] = report.refusals.get(str(refusal), 0) + 1
+        return 0.0
+    report.cases += 1
+    if report.worst_case is None or worst > report.worst:
+        report.worst, report.worst_case = worst, case
+    if failure:
+        report.failed += 1
+        report.failure = report.failure or failure
+    return worst
+
+
+def _judge(case, make_trial, properties):
+    """(the first Failure or None, the largest error over bound)."""
+    worst, name = 0.0, "arrays"
+    try:
+        trial = make_trial(case)
+        for name, claims in ((p.__name__, p(trial)) for p in properties):
+            for claim in claims:
+                ratio = claim.ratio()
+                worst = max(worst, ratio)
+                if ratio > 1:
+                    return Failure(case, name, str(claim)), worst
+    except NotImplementedError:
+        raise
+    except Exception as error:
+        kind = "" if isinstance(error, AssertionError) else f"raised {type(error).__name__}: "
+        return Failure(case, name, kind + str(error)), float("inf")
+    return None, worst
+
+
+def _shrink(failure, trial, seconds):
+    """A failure of the same property for a recipe as plain as can be found in the time."""
+    deadline, tried = time.monotonic() + seconds, {failure.case}
+    found = True
+    while found:
+        found = False
+        for case in simpler(failure.case):
+            if time.monotonic() > deadline:
+                return failure
+            if case in tried:
+                continue
+            tried.add(case)
+            try:
+                other, _ = _judge(case, *trial)
+            except NotImplementedError:
+                continue
+            if other and other.property == failure.property:
+                failure, found = other, True
+                break
+    return failure

@@ -1,0 +1,85 @@
+"""ringtide fuzz: test an implementation against the float64 reference."""
+
+import json
+import sys
+from functools import partial
+
+import click
+
+
+def _jax(name):
+    def of(op):
+        import ringtide
+
+        functions = {"fn": getattr(ringtide, op)}
+        if op == "gla":
+            functions["decode_step"] = ringtide.gla_decode_step
+        return {key: partial(function, implementation=name) for key, function in functions.items()}
+
+    return of
+
+
+# Name -> op -> what `check` takes: the function under test, and what belongs to it.
+IMPLEMENTATIONS = {"xla": _jax("xla")}
+
+
+@click.command()
+@click.argument("op", type=click.Choice(["attention", "gla"]))
+@click.option("--impl", type=click.Choice(list(IMPLEMENTATIONS)), default="xla", show_default=True)
+@click.option("--cases", type=click.IntRange(min=1), help="How many recipes to draw.  [default: 100]")
+@click.option("--minutes", type=click.FloatRange(min=0, min_open=True), help="Draw for so long instead.")
+@click.option("--seed", type=int, default=0, show_default=True, help="The same seed draws the same recipes.")
+@click.option("--replay", metavar="CASE", help='Run one recipe, as a failure prints it: "GLACase(T=17, K=8)".')
+@click.option("--json", "as_json", is_flag=True, help="End with one JSON line on standard output.")
+def command(op, impl, cases, minutes, seed, replay, as_json):
+    """Tests OP against the float64 reference: random recipes, every property on each.
+
+    A failure prints the shrunk recipe, the slices around the worst element, and the line that replays it. Exit code 1
+    if anything failed. Properties, bounds and your own functions: `ringtide.testing.check`.
+    """
+    if sum(x is not None for x in (cases, minutes, replay)) > 1:
+        raise click.UsageError("--cases, --minutes and --replay exclude each other: give one")
+    from ringtide.testing import check
+
+    how = {"cases": cases or 100, "minutes": minutes, "seed": seed, "replay": replay, "progress": _progress()}
+    try:
+        report = check(op=op, **IMPLEMENTATIONS[impl](op), **how)
+    except ValueError as error:
+        raise click.ClickException(str(error)) from None
+    if sys.stderr.isatty():
+        click.echo(err=True)
+    click.echo(report)
+    if report.failure:
+        click.echo(f'replay: ringtide fuzz {op} --impl {impl} --replay "{report.failure.case}"')
+    elif not report.ok:
+        click.echo("FAILED: every recipe was refused, so nothing was tested")
+    if as_json:
+        click.echo(json.dumps(summary(report, impl)))
+    sys.exit(0 if report.ok else 1)
+
+
+def summary(report, impl: str) -> dict:
+    """The JSON line. A worst ratio that is not finite (a NaN, a broken exact claim) is null."""
+    ratio = report.worst if report.worst < float("inf") else None
+    return {
+        "op": report.op,
+        "impl": impl,
+        "cases": report.cases,
+        "failures": report.failed,
+        "worst_error_over_bound": ratio,
+        "worst_case": repr(report.worst_case),
+    }
+
+
+def _progress():
+    """Counts on standard error: in place on a terminal, now and then in a log."""
+    live = sys.stderr.isatty()
+
+    def show(report):
+        line = f"{report.op}: {report.cases} cases, {report.failed} failed, worst error / bound {report.worst:.2f}"
+        if live:
+            click.echo(f"\r{line}", nl=False, err=True)
+        elif report.cases % 50 == 0:
+            click.echo(line, err=True)
+
+    return show
