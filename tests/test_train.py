@@ -29,8 +29,19 @@ def text(tmp_path_factory):
     return path
 
 
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory):
+    """Where the processes keep what they compiled, to save time; the slow test does without."""
+    os.environ["JAX_COMPILATION_CACHE_DIR"] = str(tmp_path_factory.mktemp("compiled"))
+    os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.2"
+    yield
+    del os.environ["JAX_COMPILATION_CACHE_DIR"], os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"]
+
+
 def start(out, *options, **popen):
+    """`ringtide train llama` in a process of its own, which has to find its devices by itself."""
     code = "from ringtide.cli import main; main()"
+    popen.setdefault("env", {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"})
     arguments = [sys.executable, "-c", code, "train", "llama", "--out", str(out), *map(str, options)]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     return subprocess.Popen(arguments, **pipes, **popen)
@@ -60,7 +71,7 @@ def curve(out):
 
 
 @pytest.fixture(scope="module")
-def uninterrupted(text, tmp_path_factory):
+def uninterrupted(compiled, text, tmp_path_factory):
     out = tmp_path_factory.mktemp("runs") / "whole"
     code, said, err = finish(start(out, "--data", text, *RUN))
     assert code == 0, err
@@ -110,7 +121,8 @@ def test_killed_interrupted_damaged_and_resumed_is_bitwise_the_same(uninterrupte
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(3))
-def test_killed_at_random_moments(uninterrupted, text, tmp_path, seed):
+def test_killed_at_random_moments(uninterrupted, text, tmp_path, seed, monkeypatch):
+    monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR")  # each process compiles by itself
     out, draw = tmp_path / "run", random.Random(seed)
     process, kills = start(out, "--data", text, *RUN), 0
     while True:
