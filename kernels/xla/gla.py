@@ -22,11 +22,17 @@ so dg is as exact as o, and exactly 0 at a reset.
 The gate limit: e^-128 is 0 in float32, so -128 is a reset, and no infinity ever meets a 0. The caller clamps.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from jax import lax
 
+# Jitted, so that an eager call compiles its scan once and not at each call.
+_jit = functools.partial(jax.jit, static_argnames=("scale", "chunk"))
 
+
+@_jit
 def forward(q, k, v, g, h0, *, scale, chunk=64):
     """Runs the recurrence over all tokens.
 
@@ -40,6 +46,7 @@ def forward(q, k, v, g, h0, *, scale, chunk=64):
     return _join(o, T), hT
 
 
+@_jit
 def backward(q, k, v, g, h0, do, dhT, *, scale, chunk=64):
     """Gradients of `forward`: do [B, T, N, V] in v.dtype, dhT [B, N, K, V] float32 -> (dq, dk, dv, dg, dh0)."""
     T = q.shape[1]
@@ -59,6 +66,7 @@ def backward(q, k, v, g, h0, do, dhT, *, scale, chunk=64):
     return *(_join(x, T) for x in grads), dh0
 
 
+@functools.partial(jax.jit, static_argnames="scale")
 def decode_step(q, k, v, g, state, slot_ids, has_initial_state, *, scale):
     """One token for each of B sequences whose states live in a pool.
 
