@@ -19,7 +19,7 @@ _HOME = {
 }
 _MODULES = ("testing", "models")
 
-__all__ = [*_HOME, *_MODULES]  # noqa: PLE0604  the names exist, lazily
+__all__ = [*_HOME, *_MODULES]
 
 
 def __getattr__(name: str):

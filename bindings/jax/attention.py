@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ringtide.jax import checks, dispatch
+from ringtide.jax import checks, dispatch, meshes
 from ringtide.kernels.masks import Mask, Where, as_mask
 
 
@@ -91,8 +91,9 @@ def differentiable(kernel, query, key, value, where, sinks, return_lse):
     if where.q_seg is not None:
         query = _zero_padding(query, where.q_seg)
         key, value = _zero_padding(key, where.k_seg), _zero_padding(value, where.k_seg)
-    args = checks.vary_alike(query, key, value, where, sinks)
-    out, lse = _compiled(kernel, *args)
+    args = meshes.vary_alike(query, key, value, where, sinks)
+    run = meshes.auto(functools.partial(_compiled, kernel), query, (0, 1, 2, None), (0, 1, 2))
+    out, lse = run(*args)
     if where.q_seg is not None:  # whatever cotangents hold at padding stays out too
         out, lse = _zero_padding(out, where.q_seg), jnp.where((where.q_seg < 0)[..., None], lax.stop_gradient(lse), lse)
     return (out, lse) if return_lse else out

@@ -12,7 +12,6 @@ import os
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 FLOATS = ("float32", "bfloat16", "float16")
 INTS = ("int32", "int64", "int16", "int8", "uint8", "uint16", "uint32", "uint64")
@@ -50,18 +49,6 @@ def number(name, x):
     if not math.isfinite(value):
         raise ValueError(f"{name}: expected a finite number, got {value}")
     return value
-
-
-def vary_alike(*trees):
-    """Under shard_map: all arrays, marked as varying over each mesh axis that one varies over, as loops want it."""
-    leaves, structure = jax.tree.flatten(trees)
-    varying = [jax.typeof(x).manual_axis_type.varying for x in leaves]
-    every = frozenset().union(*varying)
-    alike = [
-        lax.pcast(x, tuple(sorted(every - own)), to="varying") if every - own else x
-        for x, own in zip(leaves, varying, strict=True)
-    ]
-    return jax.tree.unflatten(structure, alike)
 
 
 def enabled():

@@ -3,10 +3,9 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from ringtide.jax import dispatch
+from ringtide.jax import dispatch, meshes
 from ringtide.jax.attention import Kernel, check, differentiable, numbers
 from ringtide.kernels import layouts
 from ringtide.kernels.context.ring import Ring
@@ -81,8 +80,8 @@ def context_parallel_attention(
         sinks if sinks is None else P(head_axis),
     )
     args = query, key, value, where, sinks
-    if AxisType.Explicit in mesh.axis_types:
-        args = jax.tree.map(lambda x, spec: jax.reshard(x, NamedSharding(mesh, spec)), args, specs)
+    if meshes.is_explicit(mesh):
+        args = jax.tree.map(lambda x, spec: meshes.place(x, mesh, spec), args, specs)
     run = jax.shard_map(
         lambda *args: differentiable(kernel, *args, return_lse=True),
         mesh=mesh,
@@ -108,11 +107,11 @@ def _reorder(x, mesh, seq_axis, layout, source, spec):
     if x.ndim < 2:
         raise ValueError(f"x: expected [B, T, ...], got shape {list(x.shape)}: add a batch axis")
     order = source(np.arange(x.shape[1]), layout, x.shape[1], _axis_size("seq_axis", mesh, seq_axis))
-    x = x if layout == "contiguous" else jnp.take(x, order, axis=1)
-    sharding = NamedSharding(mesh, spec)
-    return (
-        jax.lax.with_sharding_constraint(x, sharding) if isinstance(x, jax.core.Tracer) else jax.device_put(x, sharding)
-    )
+    if layout != "contiguous":
+        if meshes.is_explicit(mesh):
+            x = meshes.place(x, mesh, P())  # a gather along a sharded axis has no sharding of its own
+        x = jnp.take(x, order, axis=1)
+    return meshes.place(x, mesh, spec)
 
 
 def _positions(given, length, layout, shards):

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ringtide.jax import checks, dispatch
+from ringtide.jax import checks, dispatch, meshes
 
 RESET = -128.0  # e^-128 is 0 in float32: the least gate that a kernel sees
 
@@ -56,21 +56,21 @@ def gla(
     k = checks.array("k", k, "B T N K", sizes, (q.dtype.name,))
     v = checks.array("v", v, "B T N V", sizes, (q.dtype.name,))
     g = checks.array("g", g, "B T N K", sizes)
-    B, N, K, V = (sizes[a] for a in "BNKV")
-    if initial_state is None:
-        h0 = jnp.zeros((B, N, K, V), jnp.float32)
+    if initial_state is None:  # zeros that lie over a mesh as k and v do
+        zk, zv = (jnp.zeros_like(x.sum(1), jnp.float32) for x in (k, v))
+        h0 = zk[..., None] * zv[..., None, :]
     else:
         h0 = checks.array("initial_state", initial_state, "B N K V", sizes, ("float32",))
-    scale, implementation = _scale(scale, K), dispatch.names(implementation)
+    scale, implementation = _scale(scale, sizes["K"]), dispatch.names(implementation)
     g = g.astype(jnp.float32)
     if segment_ids is None:
-        out, state = _gla(implementation, scale, *checks.vary_alike(q, k, v, _gates(g), h0))
+        out, state = _run(implementation, scale, q, k, v, _gates(g), h0)
     else:
         ids = checks.array("segment_ids", segment_ids, "B T", sizes, checks.INTS)
         valid, reset = (x[..., None, None] for x in _segments(ids))
         q, k, v, g = (jnp.where(valid, x, 0) for x in (q, k, v, g))
         g = jnp.where(reset, RESET, _gates(g))
-        out, state = _gla(implementation, scale, *checks.vary_alike(q, k, v, g, h0))
+        out, state = _run(implementation, scale, q, k, v, g, h0)
         out = jnp.where(valid, out, 0)  # 0 already; this keeps a NaN cotangent at padding out of the gradients
     return out, state if output_final_state else None
 
@@ -128,6 +128,11 @@ def gla_decode_step(
     if slot_ids is not None:
         out = jnp.where(beyond[:, None, None], jnp.nan, out)
     return out, state
+
+
+def _run(implementation, scale, q, *args):
+    run = meshes.auto(functools.partial(_gla, implementation, scale), q, (0, 1, 2, None), (0, 2, None, None))
+    return run(*meshes.vary_alike(q, *args))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))

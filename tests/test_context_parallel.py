@@ -1,0 +1,161 @@
+"""The ring over a mesh axis equals one device: values, lse and gradients, every layout, every kind of mask."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from ringtide import Causal, Chunked, Local, attention, context_parallel_attention, shard_sequence, unshard_sequence
+from ringtide.kernels import layouts
+
+AUTO, EXPLICIT = jax.sharding.AxisType.Auto, jax.sharding.AxisType.Explicit
+B, T, N, N_KV, H, H_V = 2, 48, 4, 2, 8, 12
+
+
+def mesh_of(sizes, names, kind=AUTO):
+    return jax.make_mesh(sizes, names, axis_types=(kind,) * len(names))
+
+
+def inputs(seed=0, dtype=jnp.float32):
+    keys = jax.random.split(jax.random.key(seed), 5)
+    shapes = (B, T, N, H), (B, T, N_KV, H), (B, T, N_KV, H_V), (N,), (B, T, N, H_V)
+    return [jax.random.normal(k, s).astype(dtype) for k, s in zip(keys, shapes, strict=True)]
+
+
+def run(op, q, k, v, sinks, dout, ids, **options):
+    """(out, lse, dq, dk, dv, dsinks) of a loss that reaches through lse as well."""
+
+    def f(q, k, v, sinks):
+        out, lse = op(q, k, v, sinks=sinks, segment_ids=ids, return_lse=True, **options)
+        return (out * dout).sum() + jnp.sin(jnp.where(jnp.isfinite(lse), lse, 0)).sum(), (out, lse)
+
+    grad = jax.jit(jax.grad(f, (0, 1, 2, 3), has_aux=True))
+    grads, (out, lse) = grad(q, k, v, sinks)
+    return out, lse, *grads
+
+
+MASKS = {
+    "full": None,
+    "causal": Causal(),
+    "window": Local(9, 4),
+    "chunked": Chunked(16) & Causal(),
+    "either": Chunked(16) | Local(3, 0),
+    "function": lambda q, k: (q - k) % 3 == 0,
+}
+
+
+@pytest.mark.parametrize(
+    ("devices", "layout", "mask", "kind"),
+    [
+        (1, "zigzag", "causal", AUTO),
+        (2, "contiguous", "full", EXPLICIT),
+        (3, "striped", "window", AUTO),
+        (4, "zigzag", "causal", AUTO),
+        (4, "contiguous", "chunked", AUTO),
+        (6, "striped", "causal", AUTO),
+        (8, "zigzag", "either", EXPLICIT),
+        (8, "contiguous", "function", AUTO),
+    ],
+)
+def test_equals_one_device(devices, layout, mask, kind):
+    mesh = mesh_of((devices,), ("context",), kind)
+    args = inputs()
+    ids = jnp.sort(jax.random.randint(jax.random.key(9), (B, T), -1, 3), axis=1)
+    expected = run(attention, *args, ids, mask=MASKS[mask])
+
+    def shard(x):
+        return shard_sequence(x, mesh, "context", layout)
+
+    q, k, v, sinks, dout = args
+    got = run(
+        lambda *a, **o: context_parallel_attention(*a, mesh=mesh, seq_axis="context", layout=layout, **o),
+        *map(shard, (q, k, v)),
+        sinks,
+        shard(dout),
+        shard(ids),
+        mask=MASKS[mask],
+    )
+    *got, dsinks = got
+    got = [unshard_sequence(x, mesh, "context", layout) for x in got] + [dsinks]
+    for name, x, truth in zip(("out", "lse", "dq", "dk", "dv", "dsinks"), got, expected, strict=True):
+        x, truth = np.asarray(x), np.asarray(truth)
+        assert (np.isneginf(x) == np.isneginf(truth)).all()
+        x, truth = np.where(np.isneginf(x), 0, x), np.where(np.isneginf(truth), 0, truth)
+        assert np.abs(x - truth).max() <= 3e-6 * np.abs(truth).max(), name
+
+
+def test_batch_and_head_axes_and_a_dense_mask():
+    mesh = mesh_of((2, 2, 2), ("data", "context", "model"))
+    args = inputs(1)
+    for shape in ((B, N, T, T), (1, 1, T, T)):
+        dense = jax.random.bernoulli(jax.random.key(2), 0.3, shape)
+
+        def parallel(*a, **o):
+            axes = {"seq_axis": "context", "head_axis": "model", "batch_axis": "data"}
+            return context_parallel_attention(*a, mesh=mesh, **axes, **o)
+
+        expected = run(attention, *args, None, mask=dense)
+        for x, truth in zip(run(parallel, *args, None, mask=dense), expected, strict=True):
+            np.testing.assert_allclose(x, truth, atol=2e-5)
+
+
+def test_given_positions_rule():
+    mesh = mesh_of((4,), ("context",))
+    q, k, v, *_ = inputs(3)
+    order = jax.random.permutation(jax.random.key(0), T)
+    expected = attention(q, k, v, mask=Causal(), q_positions=order, kv_positions=order)
+    got = context_parallel_attention(
+        q, k, v, mesh=mesh, seq_axis="context", mask=Causal(), q_positions=order, kv_positions=order
+    )
+    np.testing.assert_allclose(got, expected, atol=1e-5)
+
+
+def test_partial_results_are_float32():
+    """bfloat16 partials would add an error a hop."""
+    q, k, v, *_ = inputs(4, jnp.bfloat16)
+    expected = attention(q, k, v)
+    for devices in (2, 8):
+        mesh = mesh_of((devices,), ("context",))
+        got = context_parallel_attention(q, k, v, mesh=mesh, seq_axis="context")
+        assert got.dtype == jnp.bfloat16
+        error = jnp.abs(got.astype(jnp.float32) - expected.astype(jnp.float32)).max()
+        assert error <= 2**-8 * jnp.abs(expected).max(), "more than the last rounding"
+
+
+def test_hops_are_scanned():
+    def sends(devices):
+        mesh = mesh_of((devices,), ("context",))
+        q, k, v, *_ = inputs()
+        text = (
+            jax.jit(lambda *x: context_parallel_attention(*x, mesh=mesh, seq_axis="context")).lower(q, k, v).as_text()
+        )
+        return text.count("collective_permute")
+
+    assert 0 < sends(2) == sends(8)
+
+
+@pytest.mark.parametrize("layout", layouts.LAYOUTS)
+def test_shard_and_unshard_are_inverse(layout):
+    mesh = mesh_of((4,), ("context",))
+    x = jnp.arange(48.0).reshape(1, 48)
+    there = shard_sequence(x, mesh, "context", layout)
+    assert (there[0] == layouts.position_of(np.arange(48), layout, 48, 4)).all()
+    assert there.sharding.shard_shape(there.shape) == (1, 12)
+    back = jax.jit(lambda x: unshard_sequence(x, mesh, "context", layout))(there)
+    assert (back == x).all()
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"seq_axis": "time"}, ValueError, "seq_axis: the mesh has the axes context, got 'time'"),
+        ({"layout": "zigzag"}, ValueError, "sequence length 50 .* pad it to 56"),
+        ({"strategy": "spiral"}, NotImplementedError, "strategy: this release has auto, ring, got 'spiral'"),
+        ({"head_axis": "context"}, ValueError, "head_axis: 3 and 1 do not divide by 4"),
+    ],
+)
+def test_refusals(change, error, message):
+    mesh = mesh_of((4,), ("context",))
+    x = jnp.ones((1, 50, 3, 8))
+    with pytest.raises(error, match=message):
+        context_parallel_attention(x, x[:, :, :1], x[:, :, :1], **{"mesh": mesh, "seq_axis": "context", **change})
