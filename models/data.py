@@ -90,7 +90,7 @@ def _encoder(tokenizer):
     tokenizer = load_tokenizer(tokenizer)
     vocab = tokenizer.get_vocab()
     end = next((vocab[t] for t in ("<|end_of_text|>", "<|endoftext|>", "</s>", "<eos>") if t in vocab), None)
-    encode = lambda text: np.array(tokenizer.encode(text, add_special_tokens=False).ids, np.uint32)  # noqa: E731
+    encode = lambda text: np.array(tokenizer.encode(text, add_special_tokens=False).ids, np.uint32)
     return encode, max(vocab.values()) + 1, end
 
 

@@ -12,7 +12,6 @@ import json
 import math
 import signal
 import time
-from functools import partial
 from pathlib import Path
 
 import jax
@@ -61,7 +60,7 @@ def make_mesh(devices: int):
 
 
 class Trainer:
-    """The compiled functions of a run on a mesh: `step`, `evaluate`, `gradients`."""
+    """What a run computes on its mesh: `step`, `gradients` and `evaluate`, on tokens that `place` has laid out."""
 
     def __init__(self, config: llama.Config, settings: Settings, mesh):
         self.config, self.mesh, self.shards = config, mesh, mesh.size
@@ -75,7 +74,7 @@ class Trainer:
         self.schedule = optax.warmup_cosine_decay_schedule(
             settings.lr / 10, settings.lr, min(settings.warmup, settings.steps - 1), settings.steps, settings.lr / 10
         )
-        decayed = lambda params: jax.tree.map_with_path(lambda path, _: "norm" not in path[-1].key, params)  # noqa: E731
+        decayed = lambda params: jax.tree.map_with_path(lambda path, _: "norm" not in path[-1].key, params)
         adamw = optax.adamw(self.schedule, b1=0.9, b2=0.95, weight_decay=0.1, mask=decayed)
         self.optimizer = optax.chain(optax.clip_by_global_norm(1.0), adamw)
 
@@ -90,19 +89,19 @@ class Trainer:
             h = llama.hidden(params, tokens, self.positions, config, attend, settings.remat, dtype)
             return llama.loss(params, h, targets, shards=self.shards)
 
-        @partial(jax.jit, donate_argnums=0)
-        def step(state, tokens, targets):
-            value, grads = jax.value_and_grad(loss)(state["params"], tokens, targets)
-            updates, opt = self.optimizer.update(grads, state["opt"], state["params"])
-            return (
-                {"params": optax.apply_updates(state["params"], updates), "opt": opt},
-                value,
-                optax.tree.norm(grads),
-            )
+        def update(state, grads):
+            changes, opt = self.optimizer.update(grads, state["opt"], state["params"])
+            return {"params": optax.apply_updates(state["params"], changes), "opt": opt}, optax.tree.norm(grads)
 
-        self.step = step
         self.evaluate = jax.jit(loss)
         self.gradients = jax.jit(jax.value_and_grad(loss))
+        self.update = jax.jit(update, donate_argnums=0)
+
+    def step(self, state, tokens, targets):
+        """(next state, loss, norm of the gradients before clipping); the old state is used up."""
+        loss, grads = self.gradients(state["params"], tokens, targets)
+        state, norm = self.update(state, grads)
+        return state, loss, norm
 
     def fresh(self, seed: int, params=None):
         """The state before the first step, on every device: random, or of the given parameters."""

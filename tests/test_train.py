@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import re
 import resource
 import signal
 import subprocess
@@ -137,7 +138,7 @@ def test_killed_at_random_moments(uninterrupted, text, tmp_path, seed, monkeypat
     while True:
         target = steps_done(out) + draw.randint(1, 40)
         in_save = draw.random() < 0.5
-        saving = lambda: not in_save or any((out / "checkpoints").glob(".saving-*"))  # noqa: B023, E731
+        saving = lambda: not in_save or any((out / "checkpoints").glob(".saving-*"))  # noqa: B023
         while process.poll() is None and not (steps_done(out) >= target and saving()):
             time.sleep(0.0005)
         time.sleep(draw.random() * 0.03)
@@ -153,7 +154,7 @@ def test_killed_at_random_moments(uninterrupted, text, tmp_path, seed, monkeypat
 
 
 def test_a_full_disk_is_one_clear_line(uninterrupted, text, tmp_path):
-    limit = lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (60_000, resource.RLIM_INFINITY))  # noqa: E731
+    limit = lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (60_000, resource.RLIM_INFINITY))
     out = tmp_path / "run"
     code, _, err = finish(start(out, "--data", text, *RUN, preexec_fn=limit))
     assert code == 1
@@ -237,6 +238,18 @@ def test_a_ring_learns_what_one_device_learns(cli, tmp_path, text):
         assert cli("train", "llama", *options, *MICRO).exit_code == 0
     one, four = (np.array([line.get("loss", 0) for line in curve(tmp_path / d)]) for d in ("1", "4"))
     np.testing.assert_allclose(four, one, rtol=1e-5)
+
+
+def test_the_demo_compares_itself_and_repeats(cli, tmp_path, text):
+    """`make demo`, made small: it shows that the ring is right, replaces itself, and fails if nothing was learnt."""
+    options = ["--demo", "--out", tmp_path / "demo", "--data", text, "--devices", 4, "--preset", "llama-micro"]
+    said = cli("train", "llama", *options, "--seq", 64, "--steps", 100, "--ckpt-every", 100)
+    assert said.exit_code == 0
+    difference = re.search(r"loss differs by (\S+), gradients by at most (\S+) of the largest", said.output)
+    assert max(map(float, difference.groups())) < 1e-5
+    said = cli("train", "llama", *options, "--seq", 64, "--steps", 1)
+    assert "no more than the frequencies of single tokens" in refused(said)
+    assert len(curve(tmp_path / "demo")) == 2
 
 
 def test_fine_tuning_from_hugging_face_and_generating(cli, tmp_path, text):
