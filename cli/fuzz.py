@@ -1,6 +1,7 @@
 """ringtide fuzz: test an implementation against the float64 reference."""
 
 import json
+import os
 import sys
 from functools import partial
 
@@ -19,8 +20,19 @@ def _jax(name):
     return of
 
 
+def _context_parallel(op):
+    if op != "attention":
+        raise ValueError("--impl context-parallel: there is only attention so far; `ringtide fuzz gla` has --impl xla")
+    if "jax" not in sys.modules:  # a CPU shows as many devices as it is told to before it starts
+        os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=4 " + os.environ.get("XLA_FLAGS", "")
+    import ringtide
+    from ringtide.testing.sharded import whole
+
+    return {"fn": whole(ringtide.context_parallel_attention, layout="zigzag")}
+
+
 # Name -> op -> what `check` takes: the function under test, and what belongs to it.
-IMPLEMENTATIONS = {"xla": _jax("xla")}
+IMPLEMENTATIONS = {"xla": _jax("xla"), "context-parallel": _context_parallel}
 
 
 @click.command()

@@ -12,11 +12,13 @@ import pytest
 from click.testing import CliRunner
 from hypothesis import given
 
+import ringtide
 from ringtide.cli import fuzz
 from ringtide.reference.attention import attention as attention64
 from ringtide.reference.gla import gla as gla64
 from ringtide.testing import AttentionCase, GLACase, attention_cases, check, gla_cases, parse
 from ringtide.testing.cases import deal
+from ringtide.testing.sharded import whole
 
 # Right implementations in NumPy: the reference computed in float32. They compile nothing, so whole sweeps take seconds.
 
@@ -62,7 +64,7 @@ def window_off_by_one(q, k, v, *, mask=None, **options):
 def acausal_tile(q, k, v, *, mask=None, **options):
     if callable(mask):
         right = mask
-        mask = lambda q, k: right(q, k) | ((q // 16 == k // 16) & (q > 40))  # noqa: E731
+        mask = lambda q, k: right(q, k) | ((q // 16 == k // 16) & (q > 40))
     return numpy_attention(q, k, v, mask=mask, **options)
 
 
@@ -279,6 +281,34 @@ def test_gla_gradients(spoil):
     report = check(fn, "gla", cases=32, seed=3, stop_early=True, shrink=0, dtypes=("float32",), block=16)
     assert report.ok == (spoil is None), report
     assert spoil is None or report.failure.property == "values"
+
+
+# Our own ops.
+
+
+def test_ringtide_attention():
+    report = check(ringtide.attention, "attention", cases=30, seed=1)
+    assert report, report
+
+
+def test_ringtide_gla():
+    report = check(ringtide.gla, "gla", cases=30, seed=1, decode_step=ringtide.gla_decode_step)
+    assert report, report
+
+
+@pytest.mark.parametrize("layout", ["zigzag", pytest.param("striped", marks=pytest.mark.slow)])
+def test_ring(layout):
+    ring = whole(ringtide.context_parallel_attention, layout=layout)
+    report = check(ring, "attention", cases=12, seed=1, block=16)
+    assert report, report
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("op", ["attention", "gla"])
+def test_three_hundred_cases(op):
+    result = CliRunner().invoke(fuzz.command, [op, "--impl", "xla", "--cases", "300", "--seed", "1", "--json"])
+    assert result.exit_code == 0, result.output
+    assert json.loads(result.stdout.splitlines()[-1])["failures"] == 0
 
 
 # The machinery.

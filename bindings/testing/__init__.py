@@ -4,7 +4,8 @@
     assert check(my_attention, "attention", masks=("Causal()",), without=("sinks", "segments"))
 
 One room a thing: `cases` (what is drawn), `bounds` (what may differ, and how a difference is shown), `attention` and
-`gla` (what must hold), `run` (calling the function), `fuzz` (drawing, shrinking, reporting).
+`gla` (what must hold), `run` (calling the function), `sharded` (calling one that takes a mesh), `fuzz` (drawing,
+shrinking, reporting).
 """
 
 from ringtide.testing.cases import MASKS, AttentionCase, GLACase, attention_cases, gla_cases, parse

@@ -1,0 +1,54 @@
+"""A context-parallel op seen as an op on whole sequences of any length, so that the same properties apply to it."""
+
+import functools
+
+
+def whole(context_parallel_attention, *, layout="zigzag", devices=4, seq_axis="context", **how):
+    """`context_parallel_attention` with the signature of `ringtide.attention`.
+
+    Pads time to what the layout needs (padding tokens belong to no segment), puts it in layout order, and undoes both.
+    devices: at most so many of those at hand, in a mesh of one axis.  how: further keywords, such as strategy.
+    """
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
+
+    from ringtide.kernels import layouts
+
+    devices = jax.devices()[:devices]
+    shards = len(devices)
+    mesh = jax.sharding.Mesh(np.array(devices), (seq_axis,))
+    sharded = functools.partial(context_parallel_attention, mesh=mesh, seq_axis=seq_axis, layout=layout, **how)
+
+    class Side:
+        """Queries or keys: T tokens on their way to layout order, and back."""
+
+        def __init__(self, length):
+            multiple = layouts.multiple(layout, shards)
+            self.length, self.padded = length, -(-length // multiple) * multiple
+            self.order = layouts.position_of(np.arange(self.padded), layout, self.padded, shards)
+
+        def there(self, x, axis=1, fill=0):
+            axis %= x.ndim
+            pad = [(0, self.padded - self.length) if a == axis else (0, 0) for a in range(x.ndim)]
+            return jnp.take(jnp.pad(x, pad, constant_values=fill), self.order, axis=axis)
+
+        def back(self, x):
+            return jnp.take(x, np.argsort(self.order), axis=1)[:, : self.length]
+
+    def attention(q, k, v, *, mask=None, segment_ids=None, q_positions=None, kv_positions=None, sinks=None, **options):
+        """options: scale, logits_soft_cap, return_lse, as they are."""
+        queries, keys = Side(q.shape[1]), Side(k.shape[1])
+        if segment_ids is None and (queries.padded, keys.padded) != (queries.length, keys.length):
+            segment_ids = tuple(jnp.zeros(x.shape[:2], jnp.int32) for x in (q, k))
+        if segment_ids is not None:
+            q_ids, k_ids = segment_ids if isinstance(segment_ids, tuple) else (segment_ids, segment_ids)
+            options["segment_ids"] = queries.there(q_ids, fill=-1), keys.there(k_ids, fill=-1)
+        if q_positions is not None:
+            options |= {"q_positions": queries.there(q_positions, -1), "kv_positions": keys.there(kv_positions, -1)}
+        if mask is not None and not callable(mask):
+            mask = keys.there(queries.there(mask, -2), -1)
+        result = sharded(queries.there(q), keys.there(k), keys.there(v), mask=mask, sinks=sinks, **options)
+        return jax.tree.map(queries.back, result)
+
+    return attention
