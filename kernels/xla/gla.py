@@ -19,6 +19,10 @@ Backward recomputes the states that enter the chunks (T/C * K * V floats a head,
 chunks in reverse through the VJP of the same function: sums and exponentials differentiate into sums and exponentials,
 so dg is as exact as o, and exactly 0 at a reset.
 
+Measured, forward + backward, T = 4,096, 4 heads of 96/192, 2 CPU cores: C = 64 takes 0.25 s (16: 0.42, 32: 0.29, 128:
+0.23 and, on a busy machine, slower), the recurrence token by token 4.9 s. Meeting the nearest 4 to 16 tokens pairwise,
+instead of by levels of 1, 2, ..., compiles a quarter faster and runs at 0.3 to 0.6 of the speed.
+
 The gate limit: e^-128 is 0 in float32, so -128 is a reset, and no infinity ever meets a 0. The caller clamps.
 """
 
