@@ -3,6 +3,8 @@
 import json
 import subprocess
 import sys
+from functools import partial
+from importlib import import_module
 
 import jax
 import jax.numpy as jnp
@@ -288,6 +290,15 @@ def test_gla_gradients(spoil):
 
 def test_ringtide_attention():
     report = check(ringtide.attention, "attention", cases=30, seed=1)
+    assert report, report
+
+
+def test_ringtide_attention_in_many_tiles(monkeypatch):
+    """Tiles of 16 tokens, so that every walk over tiles is one over several: skipped, mixed and full ones."""
+    kernel = import_module("ringtide.kernels.xla.attention")
+    for name in ("forward", "backward"):
+        monkeypatch.setattr(kernel, name, partial(getattr(kernel, name), block=(16, 16)))
+    report = check(ringtide.attention, "attention", cases=40, seed=4, block=16)
     assert report, report
 
 

@@ -144,13 +144,15 @@ class Trial:
         low, single = np_dtype(self.case.dtype), np.dtype(np.float32)
         # dq and dk are sums of p (dout.v - delta) times k and q, which cancel where dout.v is the same for all keys.
         delta = np.nan_to_num(a["dout"].astype(np.float64) * truth["out"]).sum(-1) - np.nan_to_num(a["dlse"])
-        ds = (self.case.scale or self.case.H**-0.5) * largest(delta)
+        scale = self.case.scale or self.case.H**-0.5
+        ds = scale * largest(delta)
         terms = {name: largest(x) for name, x in truth.items()}
         terms |= {"dq": ds * largest(a["k"]), "dk": ds * largest(a["q"]), "lse": 1.0}
         if self.case.sinks:  # a sum of as many terms as there are rows
             terms["dsinks"] = largest(np.abs(np.exp(a["sinks"] - truth["lse"]) * delta).sum((0, 1)))
-        # A logit z rounds by eps |z| / 2 in float32, and p = e^(z - lse) with it.
-        logit = largest(np.where(np.isfinite(truth["lse"]), truth["lse"], 0))
+        # A logit rounds by eps scale |q| |k| / 2 in float32, and p = e^(logit - lse) with it.
+        q, k = (np.linalg.norm(np.nan_to_num(a[n].astype(np.float64)), axis=-1).max(initial=0) for n in ("q", "k"))
+        logit = scale * q * k
         bounds = {}
         for name, x in truth.items():
             dtype = single if name == "lse" else low

@@ -188,7 +188,7 @@ def decks(op: str, block: int) -> dict:
             ("state",): [(True,), (True,), (False,)],
             ("segments",): [("one",), ("none",)],
         }
-    square = [(t, t) for t in (1, 15, 17, b - 1, b, b, b + 1, b + 1, 2 * b + 1, 3 * b - 1)]
+    square = [(t, t) for t in (1, 15, 17, b - 1, b, b + 1, b + 1, 2 * b + 1, 3 * b - 1, 4 * b + 1, 5 * b)]
     return {
         ("T", "S"): [*square, (17, 2 * b + 1), (b + 1, 17), (1, b + 1)],
         ("B", "N", "N_kv"): [(1, 1, 1), (2, 1, 1), (1, 2, 1), (2, 2, 2), (1, 4, 2), (2, 6, 2), (3, 3, 1)],
@@ -242,6 +242,11 @@ def _settle(op, hand, without):
             hand["N_kv"] = hand["N"]
         if "cross" in without:
             hand["S"] = hand["T"]
+        while hand["B"] * hand["N"] * hand["T"] * hand["S"] > 1.5e6:  # the float64 truth keeps every score
+            if hand["B"] > 1:
+                hand["B"] -= 1
+            else:
+                hand["N"], hand["N_kv"] = hand["N"] // hand["N_kv"], 1
         if hand["segments"] == "one" and hand["T"] != hand["S"]:
             hand["segments"] = "pair"
     else:
