@@ -127,16 +127,27 @@ def hidden(params, tokens, positions, config: Config, attend=causal, remat=False
 def project(x, w, cos, sin, config):
     """First half of a layer: (q [B, T, N, H], k [B, T, K, H], v [B, T, K, H]), rotated."""
     h = rms_norm(x, w["attention_norm"], config.norm_eps)
-    q, k, v = (jnp.einsum("btd,dnh->btnh", h, w[name].astype(h.dtype)) for name in "qkv")
+    q, k, v = (split(dense(h, w[name].reshape(config.dim, -1)), config.head_dim) for name in "qkv")
     return rotate(q, cos, sin), rotate(k, cos, sin), v
 
 
 def finish(x, attended, w, config):
     """Second half of a layer: x [B, T, D] plus what was attended [B, T, N, H], plus the feed-forward of that."""
-    x = x + jnp.einsum("btnh,nhd->btd", attended, w["o"].astype(x.dtype))
+    x = x + dense(attended.reshape(*x.shape[:2], -1), w["o"].reshape(-1, config.dim))  # [B, T, N * H] -> [B, T, D]
     h = rms_norm(x, w["ff_norm"], config.norm_eps)
-    gated = jax.nn.silu(h @ w["gate"].astype(h.dtype)) * (h @ w["up"].astype(h.dtype))  # [B, T, F]
-    return x + gated @ w["down"].astype(h.dtype)
+    return x + dense(jax.nn.silu(dense(h, w["gate"])) * dense(h, w["up"]), w["down"])  # [B, T, F] -> [B, T, D]
+
+
+def dense(x, w):
+    """x [B, T, D] times w [D, F]."""
+    w = w.astype(x.dtype)
+    # A batch of one is left out: contracting over (1, T), the gradient of w costs XLA on a CPU twice the time.
+    return (x[0] @ w)[None] if x.shape[0] == 1 else x @ w
+
+
+def split(x, head_dim):
+    """[B, T, N * H] -> [B, T, N, H]."""
+    return x.reshape(*x.shape[:2], -1, head_dim)
 
 
 def logits(params, h):
