@@ -161,10 +161,10 @@ class Trial:
             bounds[name] = Bound.of(x, rounded, dtype, slack)
         return bounds
 
-    def claim(self, name, got, want=None, where=..., factor=1):
+    def claim(self, name, got, want=None, where=None, factor=1):
         """The result `name` equals the truth (or `want`) within its bound."""
         want = self.truth[name] if want is None else want
-        return Claim(name, got[name][where], want[where], self.bounds[name] * factor)
+        return Claim(name, got[name], want, self.bounds[name] * factor, where)
 
 
 def values(t):
@@ -185,11 +185,11 @@ def orphans(t):
     keys = ~by_kv_head.any((2, 3)).swapaxes(1, 2)  # [B, S, N_kv]
     for name, hidden in {"out": rows, "dq": rows, "dk": keys, "dv": keys}.items():
         if name in t.got:
-            yield Claim(f"{name} where nothing is seen", t.got[name][hidden], np.zeros_like(t.got[name][hidden]))
+            yield Claim(f"{name} where nothing is seen", t.got[name], np.zeros_like(t.got[name]), where=hidden)
     if "lse" in t.got:
-        want = np.broadcast_to(t.a["sinks"] if t.case.sinks else np.float32(-np.inf), rows.shape)[rows]
+        want = np.broadcast_to(t.a["sinks"] if t.case.sinks else np.float32(-np.inf), rows.shape)
         bound = Bound(1e-6, 1e-6) * (1 + largest(t.a["sinks"])) if t.case.sinks else EXACT
-        yield Claim("lse where nothing is seen", t.got["lse"][rows], want, bound)
+        yield Claim("lse where nothing is seen", t.got["lse"], want, bound, rows)
 
 
 def unseen(t):
@@ -208,7 +208,7 @@ def unseen(t):
     other = t.run(a)
     for name in QUERY_RESULTS:
         if name in other:
-            yield Claim(f"{name} of rows that see no changed key", other[name][same], t.got[name][same])
+            yield Claim(f"{name} of rows that see no changed key", other[name], t.got[name], where=same)
 
 
 def merge(t):

@@ -43,12 +43,13 @@ EXACT = Bound(0.0, 0.0)
 
 @dataclass(frozen=True)
 class Claim:
-    """`got` equals `want` within `bound`; EXACT is bit for bit."""
+    """`got` equals `want` within `bound` (EXACT: bit for bit), at `where` (bool, over the first axes; None: all)."""
 
     name: str
     got: np.ndarray
     want: np.ndarray
     bound: Bound = EXACT
+    where: np.ndarray | None = None
 
     def __post_init__(self):
         assert np.shape(self.got) == np.shape(self.want), (self.name, np.shape(self.got), np.shape(self.want))
@@ -85,6 +86,8 @@ class Claim:
         got, want = (np.asarray(x).astype(np.float64) for x in (self.got, self.want))
         with np.errstate(invalid="ignore"):
             error = np.where(got == want, 0, np.abs(got - want))
+        if self.where is not None:
+            error[~self.where] = 0
         return np.where(np.isnan(error), np.inf, error)
 
 

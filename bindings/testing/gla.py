@@ -126,10 +126,10 @@ class Trial:
             bounds[name] = Bound.of(x, rounded, low, epsilon(low) * terms if name == "dg" else 0.0)
         return bounds
 
-    def claim(self, name, got, want=None, where=..., factor=1):
+    def claim(self, name, got, want=None, where=None, factor=1):
         """The result `name` equals the truth (or `want`) within its bound."""
         want = self.truth[name] if want is None else want
-        return Claim(name, got[name][where], want[where], self.bounds[name] * factor)
+        return Claim(name, got[name], want, self.bounds[name] * factor, where)
 
 
 def values(t):
@@ -146,8 +146,7 @@ def padding(t):
     """At padding output and gradients are exactly 0."""
     for name in ("o", "dq", "dk", "dv", "dg"):
         if name in t.got:
-            got = t.got[name][t.padding]
-            yield Claim(f"{name} at padding", got, np.zeros_like(got))
+            yield Claim(f"{name} at padding", t.got[name], np.zeros_like(t.got[name]), where=t.padding)
 
 
 def causal(t):
@@ -156,10 +155,11 @@ def causal(t):
         return
     rng = t.case.rng("causal")
     first = rng.integers(1, t.case.T)
-    got = t.run(_changed(rng, t, np.arange(t.case.T) >= first))
+    before = np.broadcast_to(np.arange(t.case.T) < first, (t.case.B, t.case.T))
+    got = t.run(_changed(rng, t, ~before))
     for name in ("o", "dq"):
         if name in got:
-            yield Claim(f"{name} before the changed token {first}", got[name][:, :first], t.got[name][:, :first])
+            yield Claim(f"{name} before the changed token {first}", got[name], t.got[name], where=before)
 
 
 def packed(t):
@@ -175,7 +175,7 @@ def packed(t):
     got = t.run(a)
     for name in ("o", "dq"):
         if name in got:
-            yield Claim(f"{name} of the unchanged document", got[name][runs], t.got[name][runs])
+            yield Claim(f"{name} of the unchanged document", got[name], t.got[name], where=runs)
 
 
 def _run_of(ids, token):
