@@ -170,9 +170,10 @@ def _visible(root):
 
 
 def _standard_library(root):
-    """Its modules, without installed packages and without its own tests."""
-    out = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
-    return (p for p in root.rglob("*.py") if p.is_file() and not out & set(p.relative_to(root).parts))
+    """Its modules: without installed packages, its own tests, and the tables that are no text in any language."""
+    out = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__", "encodings", "pydoc_data"}
+    names = (p for p in root.rglob("*.py") if not out & set(p.relative_to(root).parts))
+    return (p for p in names if p.is_file() and not p.name.startswith("_sysconfigdata"))
 
 
 def _split(tokens):

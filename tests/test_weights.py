@@ -1,8 +1,10 @@
 """Hugging Face files in and out: against transformers' own logits, and every way a folder can be wrong."""
 
 import json
+import os
 import runpy
 import shutil
+import sys
 from pathlib import Path
 
 import jax
@@ -151,8 +153,10 @@ def test_broken_files_are_named(folder):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("tied", [True, False])
-def test_live_against_transformers(tmp_path, tied):
+def test_live_against_transformers(tmp_path, tied, monkeypatch):
     """Theirs in, sharded; ours out; theirs again."""
+    # transformers looks for a package called kernels, and `python -m pytest` would show it our folder of that name.
+    monkeypatch.setattr(sys, "path", [p for p in sys.path if p not in ("", os.getcwd())])
     torch = pytest.importorskip("torch", reason="the live comparison needs torch and transformers")
     transformers = pytest.importorskip("transformers", reason="the live comparison needs torch and transformers")
     make = runpy.run_path(str(GOLDEN.parent / "make_llama.py"))["make"]
