@@ -80,6 +80,18 @@ def test_narrow_inputs_are_summed_in_float32(dtype):
     assert attention(*(x.astype(dtype) for x in (Q, K, V))).dtype == dtype
 
 
+def test_float16_gradients_keep_their_range():
+    """dS = P (dO V^T - delta) reached 1e5 here, beyond float16, and dq became inf."""
+    q, k = normal(1, 32, 1, 8, dtype=jnp.float16), normal(1, 32, 1, 8, seed=1, dtype=jnp.float16) * 0.01
+    v, dout = (
+        normal(1, 32, 1, 64, seed=2, dtype=jnp.float16) * 100,
+        normal(1, 32, 1, 64, seed=3, dtype=jnp.float16) * 300,
+    )
+    _, vjp = jax.vjp(jax.jit(attention), q, k, v)
+    for dx, truth in zip(vjp(dout), reference.attention_grad(q, k, v, dout), strict=False):
+        close(dx, truth, 4e-3)
+
+
 @pytest.mark.parametrize("transform", ["jit", "vmap", "remat"])
 def test_transformations(transform):
     ids = np.sort(np.random.default_rng(5).integers(-1, 3, (2, 150)), axis=1)

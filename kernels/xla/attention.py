@@ -80,7 +80,9 @@ def backward(q, k, v, where: Where, dout, lse, delta, *, mask: Mask, scale, soft
             ds = p * (_dot("bngqh,bnkh->bngqk", dos[i], vs[j]) - deltas[i][..., None]) * scale
             if soft_cap is not None:
                 ds *= 1 - jnp.square(jnp.where(p > 0, s, 0.0) / soft_cap)  # d cap tanh(x / cap) / dx
-            p, ds = p.astype(dout.dtype), ds.astype(q.dtype)
+            p = p.astype(dout.dtype)
+            if q.dtype != jnp.float16:  # whose range dS may leave
+                ds = ds.astype(q.dtype)
             dv += _dot("bngqh,bngqk->bnhk", dos[i], p)
             dk += _dot("bngqh,bngqk->bnhk", qs[i], ds)
             dq = dq.at[i].add(_dot("bngqk,bnkh->bngqh", ds, ks[j]))
