@@ -1,9 +1,10 @@
 # Each target sets up the virtual environment by itself: `git clone`, `make demo`, done.
-# VENV and PYTHON choose another environment, e.g. `make test VENV=.venv-3.13 PYTHON=python3.13`.
+# VENV and PYTHON choose another environment: `make test VENV=.venv-3.13 PYTHON=python3.13`; TESTS and ARGS go to pytest.
 PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
+TESTS  ?= tests
 ARGS   ?=
 
 .PHONY: venv demo test test-slow lint format clean
@@ -19,11 +20,11 @@ demo: $(READY)
 	$(BIN)/ringtide train llama --devices 4 --demo --out runs/demo
 
 test: $(READY)
-	$(BIN)/python -m pytest -n 2 -m 'not slow' $(ARGS)
+	$(BIN)/python -m pytest -n 2 -m 'not slow' $(ARGS) $(TESTS)
 
 test-slow: $(READY)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check 'torch>=2.7,<2.14' 'transformers>=4.50'
-	$(BIN)/python -m pytest -m slow $(ARGS)
+	$(BIN)/python -m pytest -m slow $(ARGS) $(TESTS)
 
 lint: $(READY)
 	$(BIN)/ruff check .
