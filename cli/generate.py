@@ -23,8 +23,10 @@ _PATH = click.Path(path_type=Path)
 @click.option("--tokenizer", type=_PATH, help="tokenizer.json [the one in --ckpt, or bytes]")
 def llama(ckpt, prompt, tokens, temperature, top_k, seed, tokenizer):
     """Stream text from a Llama."""
-    from ringtide.models import BadInput, generate
-
+    try:
+        from ringtide.models import BadInput, generate
+    except ModuleNotFoundError as error:
+        raise click.ClickException(f"{error.name} is not installed: pip install 'ringtide[models]'") from None
     try:
         params, config, vocabulary = generate.load(ckpt, tokenizer, lambda line: click.echo(line, err=True))
         ids = vocabulary.encode(prompt)

@@ -1,5 +1,6 @@
 """`ringtide train`."""
 
+import json
 import os
 from pathlib import Path
 
@@ -14,7 +15,7 @@ def command():
 _PATH = click.Path(path_type=Path, resolve_path=True)
 _COUNT = click.IntRange(min=1)
 # Sequence 8,192 over a ring; the shape and the rate that learn most in four minutes on two cores.
-_DEMO = {"seq": 8192, "steps": 50, "lr": 6e-3, "warmup": 5, "val_every": 25, "ckpt_every": 25}
+_DEMO = {"seq": 8192, "steps": 60, "lr": 2e-3, "warmup": 5, "val_every": 20, "ckpt_every": 20}
 
 
 @command.command()
@@ -24,7 +25,7 @@ _DEMO = {"seq": 8192, "steps": 50, "lr": 6e-3, "warmup": 5, "val_every": 25, "ck
 @click.option("--tokenizer", type=_PATH, help="tokenizer.json of the tokenizers library [bytes are the tokens]")
 @click.option("--init", type=_PATH, help="start from a Llama in Hugging Face's format: a folder with config.json")
 @click.option("--preset", type=click.Choice(["llama-tiny", "llama-micro", "llama3.1-8b"]), help="shape [llama-tiny]")
-@click.option("--devices", type=_COUNT, default=1, show_default=True, help="ring size; simulated on a CPU")
+@click.option("--devices", type=_COUNT, help="ring size, simulated on a CPU [1; with --resume, as before]")
 @click.option("--seq", type=_COUNT, help="tokens a sequence [1024]")
 @click.option("--batch", type=_COUNT, help="sequences a step [1]")
 @click.option("--steps", type=_COUNT, help="steps of the whole run [1000]")
@@ -48,24 +49,34 @@ def llama(out, resume, devices, **options):
     given = {name: str(v) if isinstance(v, Path) else v for name, v in options.items() if v is not None}
     if given.get("demo") and not resume:
         given = _DEMO | given
+    devices = devices or (_devices_of(out) if resume else 1)
     _simulate(devices)
-
-    from ringtide.models import BadInput, train
+    try:
+        from ringtide.models import BadInput, train
+    except ModuleNotFoundError as error:
+        raise click.ClickException(f"{error.name} is not installed: pip install 'ringtide[models]'") from None
 
     with _bar() as (say, progress):
         try:
             summary = train.run(out, given, devices, resume, say, progress)
         except BadInput as error:
             raise click.ClickException(str(error)) from None
-    again = f"ringtide train llama --out {out} --devices {devices} --resume"
     if "stopped" in summary:
-        click.echo(f"stopped and saved at step {summary['stopped']}; go on with: {again}")
+        click.echo(f"saved at step {summary['stopped']}; go on with: ringtide train llama --out {out} --resume")
         raise SystemExit(130)
     click.echo("nats a token, held out: first {first:.4f}, last {last:.4f}; entropy of the same text: "
                "unigram {unigram:.4f}, bigram {bigram:.4f}".format(**summary))  # fmt: skip
     click.echo(f"picture: {summary['picture']}   text: ringtide generate llama --ckpt {out} --prompt 'def '")
     if options["demo"] and not summary["last"] < summary["unigram"]:
         raise click.ClickException("the model has learnt no more than the frequencies of single tokens")
+
+
+def _devices_of(out):
+    """How many devices a run was begun on; it is read again, with care, once jax may start."""
+    try:
+        return int(json.loads((out / "run.json").read_text())["machine"]["devices"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return 1
 
 
 def _simulate(devices):

@@ -106,24 +106,24 @@ def test_killed_interrupted_damaged_and_resumed_is_bitwise_the_same(uninterrupte
     process.kill()
     process.communicate()
 
-    process = start(out, "--resume", "--devices", 2)  # kill -9 while a checkpoint is being written
+    process = start(out, "--resume")  # kill -9 while a checkpoint is being written
     until(lambda: steps_done(out) > 51 and any(checkpoints.glob(".saving-*")), process)
     process.kill()
     process.communicate()
 
-    process = start(out, "--resume", "--devices", 2)  # Ctrl-C
+    process = start(out, "--resume")  # Ctrl-C
     until(lambda: steps_done(out) > 87, process)
     process.send_signal(signal.SIGINT)
     code, said, err = finish(process)
     assert code == 130, err
-    assert "stopped and saved at step" in said
+    assert "saved at step" in said
     assert "--resume" in said
     last = checkpoint.steps(checkpoints)[-1]
     assert steps_done(out) == last > 87
 
     largest = max((checkpoints / f"step-{last:08d}" / "state").rglob("*"), key=lambda p: p.stat().st_size)
     os.truncate(largest, largest.stat().st_size // 2)
-    code, _, err = finish(start(out, "--resume", "--devices", 2))
+    code, _, err = finish(start(out, "--resume"))
     assert code == 0, err
     assert f"step-{last:08d} is damaged" in err.replace("\n", " ")
     assert curve(out) == curve(uninterrupted)
@@ -147,7 +147,7 @@ def test_killed_at_random_moments(uninterrupted, text, tmp_path, seed, monkeypat
         process.kill()
         process.communicate()
         kills += 1
-        process = start(out, "--resume", "--devices", 2)
+        process = start(out, "--resume")
     assert finish(process)[0] == 0
     assert kills >= 3
     assert curve(out) == curve(uninterrupted)
@@ -161,8 +161,16 @@ def test_a_full_disk_is_one_clear_line(uninterrupted, text, tmp_path):
     assert "Traceback" not in err
     assert err.strip().splitlines()[-1].startswith("Error: checkpoint 10 could not be saved in")
     assert "File too large" in err
-    assert finish(start(out, "--resume", "--devices", 2))[0] == 0  # there is room again
+    assert finish(start(out, "--resume"))[0] == 0  # there is room again
     assert curve(out) == curve(uninterrupted)
+
+
+@pytest.mark.parametrize("arguments", [["train", "llama", "--out", "x"], ["generate", "llama", "--ckpt", "x"]])
+def test_without_the_extras_one_line_says_what_to_install(arguments, tmp_path):
+    code = f"import sys; sys.modules['optax'] = None; from ringtide.cli import main; main({arguments})"
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert done.stderr == "Error: optax is not installed: pip install 'ringtide[models]'\n"
 
 
 # What follows runs in this process, which has eight devices.
