@@ -4,7 +4,6 @@ import json
 import os
 import random
 import re
-import resource
 import signal
 import subprocess
 import sys
@@ -48,9 +47,9 @@ def compiled(tmp_path_factory):
         del os.environ[name.upper()]
 
 
-def start(out, *options, **popen):
+def start(out, *options, before="", **popen):
     """`ringtide train llama` in a process of its own, which has to find its devices by itself."""
-    code = "from ringtide.cli import main; main()"
+    code = f"{before}\nfrom ringtide.cli import main; main()"
     popen.setdefault("env", {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"})
     arguments = [sys.executable, "-c", code, "train", "llama", "--out", str(out), *map(str, options)]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
@@ -154,9 +153,9 @@ def test_killed_at_random_moments(uninterrupted, text, tmp_path, seed, monkeypat
 
 
 def test_a_full_disk_is_one_clear_line(uninterrupted, text, tmp_path):
-    limit = lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (60_000, resource.RLIM_INFINITY))
     out = tmp_path / "run"
-    code, _, err = finish(start(out, "--data", text, *RUN, preexec_fn=limit))
+    limit = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (60_000, resource.RLIM_INFINITY))"
+    code, _, err = finish(start(out, "--data", text, *RUN, before=limit))
     assert code == 1
     assert "Traceback" not in err
     assert err.strip().splitlines()[-1].startswith("Error: checkpoint 10 could not be saved in")
