@@ -15,7 +15,7 @@ def command():
 _PATH = click.Path(path_type=Path, resolve_path=True)
 _COUNT = click.IntRange(min=1)
 # Sequence 8,192 over a ring; the shape and the rate that learn most in four minutes on two cores.
-_DEMO = {"seq": 8192, "steps": 60, "lr": 2e-3, "warmup": 5, "val_every": 20, "ckpt_every": 20}
+_DEMO = {"seq": 8192, "steps": 50, "lr": 2e-3, "warmup": 5, "val_every": 25, "ckpt_every": 25}
 
 
 @command.command()
