@@ -129,13 +129,13 @@ def test_killed_interrupted_damaged_and_resumed_is_bitwise_the_same(uninterrupte
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 def test_killed_at_random_moments(uninterrupted, text, tmp_path, seed, monkeypatch):
     monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR")  # each process compiles by itself
     out, draw = tmp_path / "run", random.Random(seed)
     process, kills = start(out, "--data", text, *RUN), 0
     while True:
-        target = steps_done(out) + draw.randint(1, 40)
+        target = steps_done(out) + draw.randint(15, 60)
         in_save = draw.random() < 0.5
         saving = lambda: not in_save or any((out / "checkpoints").glob(".saving-*"))  # noqa: B023
         while process.poll() is None and not (steps_done(out) >= target and saving()):
@@ -148,7 +148,7 @@ def test_killed_at_random_moments(uninterrupted, text, tmp_path, seed, monkeypat
         kills += 1
         process = start(out, "--resume")
     assert finish(process)[0] == 0
-    assert kills >= 3
+    assert kills >= 2
     assert curve(out) == curve(uninterrupted)
 
 
