@@ -63,7 +63,7 @@ def _positions(rng, case):
 
 def reference_keywords(case, a) -> dict:
     return {
-        "mask": a["dense"] if case.mask == "dense" else MASKS[case.mask],
+        "mask": a.get("dense", MASKS[case.mask][1]),
         "segment_ids": (a["q_seg"], a["k_seg"]) if "q_seg" in a else None,
         "q_positions": a.get("q_pos"),
         "kv_positions": a.get("k_pos"),
@@ -90,7 +90,7 @@ def apply(fn):
 
     def call(static, inputs, others):
         options = {}
-        mask = others.get("dense") if static.mask == "dense" else MASKS[static.mask]
+        mask = others.get("dense", MASKS[static.mask][0])
         if mask is not None:
             options["mask"] = mask
         if static.segments != "none":

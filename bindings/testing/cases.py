@@ -28,18 +28,20 @@ def _every_third(q, k):
     return (q + 2 * k) % 3 == 0
 
 
-MASKS = {  # by the text that a recipe carries; "dense" is drawn from the seed, a head its own
-    "none": None,
-    "Causal()": Causal(),
-    "Local(7, 0)": Local(7, 0),
-    "Local(100, 0)": Local(100, 0),
-    "Local(3, 130)": Local(3, 130),
-    "Chunked(16)": Chunked(16),
-    "Chunked(100) & Causal()": Chunked(100) & Causal(),
-    "Causal() | Chunked(8)": Causal() | Chunked(8),
-    "~Causal()": ~Causal(),
-    "function": _every_third,
-    "dense": "dense",
+# By the text that a recipe carries: the mask that the op is given, and the truth about it, which shares no code with
+# the op. "dense" is drawn from the seed, a head its own.
+MASKS = {
+    "none": (None, None),
+    "Causal()": (Causal(), lambda q, k: k <= q),
+    "Local(7, 0)": (Local(7, 0), lambda q, k: (q - 7 <= k) & (k <= q)),
+    "Local(100, 0)": (Local(100, 0), lambda q, k: (q - 100 <= k) & (k <= q)),
+    "Local(3, 130)": (Local(3, 130), lambda q, k: (q - 3 <= k) & (k <= q + 130)),
+    "Chunked(16)": (Chunked(16), lambda q, k: q // 16 == k // 16),
+    "Chunked(100) & Causal()": (Chunked(100) & Causal(), lambda q, k: (q // 100 == k // 100) & (k <= q)),
+    "Causal() | Chunked(8)": (Causal() | Chunked(8), lambda q, k: (k <= q) | (q // 8 == k // 8)),
+    "~Causal()": (~Causal(), lambda q, k: k > q),
+    "function": (_every_third, _every_third),
+    "dense": (None, None),
 }
 
 
