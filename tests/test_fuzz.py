@@ -402,6 +402,15 @@ def test_every_value_is_dealt():
     assert all(c.T == c.S and c.T for c in deal("attention", 32, without=("cross", "empty")))
 
 
+@pytest.mark.parametrize("op", ["attention", "gla"])
+def test_every_shape_takes_its_turn_and_an_empty_one_only_one(op):
+    shapes = []
+    check(lambda q, k, v, *g, **_: shapes.append((q.shape, k.shape)), op, cases=60, gradients=False, shrink=0)
+    empty = [shape for shape in shapes if 0 in (shape[0][1], shape[1][1])]
+    assert len(shapes) == 60
+    assert len(empty) == 2
+
+
 @pytest.mark.parametrize(
     "text",
     [

@@ -3,12 +3,14 @@
 A recipe has two kinds of fields. Shapes, dtype and options are *static*: a new combination costs a compile. Everything
 else is *data*: what the arrays hold, where documents begin, in which order positions stand. So static halves are dealt
 once into a small pool (`deal`), lengths from a few residues of a block, every value of every field from its own
-shuffled deck; and hypothesis draws from the pool times all data (`strategy`).
+shuffled deck; each recipe of the pool takes its turn, and hypothesis draws the data to go with it (`strategy`).
 """
 
 import ast
 import random
+from collections import Counter
 from dataclasses import dataclass, fields, replace
+from itertools import chain, cycle, islice
 from typing import ClassVar
 
 import ml_dtypes
@@ -206,14 +208,14 @@ def decks(op: str, block: int) -> dict:
     }
 
 
-EMPTY = {  # rare, but a shape of their own: in every pool
+EMPTY = {  # a shape of their own, with next to no data: in every pool, for one turn each
     "attention": [{"T": 0, "S": 0}, {"T": 3, "S": 0, "N": 2, "lse": True}],
     "gla": [{"T": 0, "K": 8, "V": 16, "state": True}, {"T": 0, "segments": "one"}],
 }
 
 
 def deal(op: str, count: int, seed=0, *, without=(), masks=None, dtypes=None, block=None) -> list:
-    """`count` static recipes and the empty ones, the cheapest first; none uses what is named in `without`."""
+    """The empty static recipes and `count` others, in random order; none uses what is named in `without`."""
     rng, columns = random.Random(f"{op} {seed}"), {}
     for names, deck in decks(op, block or BLOCK[op]).items():
         if names == ("mask",) and masks is not None:
@@ -227,8 +229,19 @@ def deal(op: str, count: int, seed=0, *, without=(), masks=None, dtypes=None, bl
     if "empty" not in without:
         plain = {name: getattr(RECIPES[op], name) for name in columns}
         plain |= {"mask": (masks or ["none"])[0], "dtype": (dtypes or ["float32"])[0]}
-        hands += [{name: {**plain, **fixed}[name] for name in columns} for fixed in EMPTY[op]]
-    return sorted((_settle(op, hand, without) for hand in hands), key=_cost)
+        hands = [{name: {**plain, **fixed}[name] for name in columns} for fixed in EMPTY[op]] + hands
+    return [_settle(op, hand, without) for hand in hands]
+
+
+def turns(pool: list, count: int) -> dict:
+    """How many of `count` recipes each static one of the pool gives: an empty one 1, the others share the rest."""
+    empty = [case for case in pool if _empty(case)]
+    others = cycle(case for case in pool if not _empty(case))
+    return Counter(islice(chain(empty, others), count))
+
+
+def _empty(case):
+    return not case.T * getattr(case, "S", 1)
 
 
 def _settle(op, hand, without):
@@ -264,15 +277,17 @@ def _cost(case):
     return case.B * case.N * (case.T + 1) * case.K * case.V
 
 
-def strategy(pool: list) -> st.SearchStrategy:
-    """A static recipe of the pool with any data."""
-    choices = {"fill": FILLS, "gates": GATES, "order": ORDERS, "documents": DOCUMENTS, "seed": None}
-    data = {
-        name: st.integers(0, 9999) if values is None else st.sampled_from(values)
-        for name, values in choices.items()
-        if name in type(pool[0]).data
-    }
-    return st.builds(lambda static, **data: tidy(replace(static, **data)), st.sampled_from(pool), **data)
+def strategy(pool: list, rng=None) -> st.SearchStrategy:
+    """A static recipe of the pool, the cheapest the simplest, with any data.
+
+    rng: shuffles what is simplest, since hypothesis draws that most: so a check of many shapes favours nothing.
+    """
+    order = (lambda values: rng.sample(values, len(values))) if rng else list
+    choices = {"fill": FILLS, "gates": GATES, "order": ORDERS, "documents": DOCUMENTS}
+    data = {name: st.sampled_from(order(values)) for name, values in choices.items() if name in type(pool[0]).data}
+    data["seed"] = st.integers(0, 9999)
+    statics = st.sampled_from(sorted(pool, key=_cost))
+    return st.builds(lambda static, **data: tidy(replace(static, **data)), statics, **data)
 
 
 def tidy(case):
