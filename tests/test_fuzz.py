@@ -20,7 +20,7 @@ from ringtide.kernels.masks import Interval
 from ringtide.reference.attention import attention as attention64
 from ringtide.reference.gla import gla as gla64
 from ringtide.testing import AttentionCase, GLACase, attention_cases, check, gla_cases, parse
-from ringtide.testing.cases import deal
+from ringtide.testing.cases import deal, segment_ids
 from ringtide.testing.sharded import whole
 
 # Right implementations in NumPy: the reference computed in float32. They compile nothing, so whole sweeps take seconds.
@@ -152,6 +152,15 @@ def segments_ignored(q, k, v, g, *, segment_ids=None, **options):
     return numpy_gla(q, k, v, g, segment_ids=ids, **options)
 
 
+def padding_hides_a_boundary(q, k, v, g, *, segment_ids=None, **options):
+    """Compares each token with its neighbour only: no reset where padding stands between two documents."""
+    if segment_ids is not None:
+        before = np.roll(segment_ids, 1, axis=1)
+        starts = (segment_ids != before) & (segment_ids >= 0) & (before >= 0)
+        segment_ids = np.where(segment_ids < 0, -1, np.cumsum(starts, axis=1))
+    return numpy_gla(q, k, v, g, segment_ids=segment_ids, **options)
+
+
 def padding_decays(q, k, v, g, *, segment_ids=None, **options):
     if segment_ids is not None:
         padding = segment_ids < 0
@@ -213,6 +222,7 @@ def state_dropped_when_empty(q, k, v, g, **options):
 
 GLA_FAULTS = [
     segments_ignored,
+    padding_hides_a_boundary,
     padding_decays,
     gates_by_cumulative_sums,
     gates_clamped_too_soon,
@@ -400,6 +410,13 @@ def test_every_value_is_dealt():
     assert len({c.mask for c in cases}) == 11
     assert {c.segments for c in deal("attention", 32, without=("segments",))} == {"none"}
     assert all(c.T == c.S and c.T for c in deal("attention", 32, without=("cross", "empty")))
+
+
+def test_documents_apart_have_padding_between_them():
+    ids = segment_ids(np.random.default_rng(0), 50, 65, "apart")
+    before, after = ids[:, :-1], ids[:, 1:]
+    assert not ((before != after) & (before >= 0) & (after >= 0)).any()
+    assert sum(len(set(row) - {-1}) > 1 for row in ids) > 25
 
 
 @pytest.mark.parametrize("op", ["attention", "gla"])

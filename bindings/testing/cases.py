@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from ringtide.kernels.masks import Causal, Chunked, Local
 
 FILLS = ("normal", "large", "tiny", "spiky", "positive", "same", "zeros")
-DOCUMENTS = ("one", "packed", "padded", "scattered", "blank")
+DOCUMENTS = ("one", "packed", "padded", "apart", "scattered", "blank")
 ORDERS = ("count", "offset", "zigzag", "striped", "shuffled")
 GATES = ("mild", "open", "strong", "resets", "channels", "shut")
 DTYPES = ("float32", "bfloat16", "float16")
@@ -373,6 +373,8 @@ def segment_ids(rng, batch: int, length: int, documents: str):
     ids = np.zeros((batch, length), np.int32)
     if documents != "one":
         ids = np.cumsum(rng.random((batch, length)) < 3 / max(length, 1), axis=1).astype(np.int32)
+    if documents == "apart":  # between two documents there is always padding
+        ids[ids % 2 == 1] = -1
     if documents in ("padded", "blank"):
         ids[np.arange(length) >= rng.integers(0, length + 1, (batch, 1))] = -1
         ids[rng.random((batch, length)) < 0.1] = -7
