@@ -20,11 +20,11 @@ demo: $(READY)
 	$(BIN)/ringtide train llama --devices 4 --demo --out runs/demo
 
 test: $(READY)
-	$(BIN)/python -m pytest -n 2 -m 'not slow' $(ARGS) $(TESTS)
+	$(BIN)/pytest -n 2 -m 'not slow' $(ARGS) $(TESTS)
 
 test-slow: $(READY)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check 'torch>=2.7,<2.14' 'transformers>=4.50'
-	$(BIN)/python -m pytest -m slow $(ARGS) $(TESTS)
+	$(BIN)/pytest -m slow $(ARGS) $(TESTS)
 
 lint: $(READY)
 	$(BIN)/ruff check .

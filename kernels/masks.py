@@ -15,6 +15,7 @@ works on Python ints, NumPy, JAX and traced scalars inside a kernel alike.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from operator import index
 from typing import Any, NamedTuple
 
 _FAR = 1 << 30  # positions and windows lie below this, so that int32 sums of two never wrap
@@ -121,10 +122,7 @@ def Local(left: int | None, right: int | None) -> Interval:
 
 def Chunked(size: int) -> Interval:
     """A query sees its own chunk of `size` positions, in both directions (`& Causal()` for one)."""
-    size = _count("size", size)
-    if not size:
-        raise ValueError(f"Chunked: size must be an int of at least 1, got {size}")
-    return Interval(chunks=(size,))
+    return Interval(chunks=(_count("size", size, least=1, unbounded=False),))
 
 
 @dataclass(frozen=True)
@@ -214,9 +212,14 @@ def _least(a, b):
     return b if a is None else a if b is None else min(a, b)
 
 
-def _count(name, value):
-    if value is None and name != "size":
+def _count(name, value, least=0, unbounded=True):
+    """value as an int of at least `least`, or None where a side may be unbounded."""
+    if value is None and unbounded:
         return None
-    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < _FAR:
-        raise ValueError(f"{name}: expected an int in [0, 2**30){'' if name == 'size' else ' or None'}, got {value!r}")
-    return value
+    try:
+        count = None if isinstance(value, bool) else index(value)
+    except TypeError:
+        count = None
+    if count is None or not least <= count < _FAR:
+        raise ValueError(f"{name}: expected an int in [{least}, 2**30){' or None' if unbounded else ''}, got {value!r}")
+    return count

@@ -192,17 +192,33 @@ def test_a_sink_of_minus_infinity_is_no_sink():
         ({"query": Q[:, :, :3]}, ValueError, "key: 2 heads do not divide the 3 of query"),
         ({"key": K.swapaxes(1, 2), "value": V.swapaxes(1, 2)}, ValueError, r"x\.swapaxes\(1, 2\)"),
         ({"segment_ids": jnp.zeros((2, 149), int)}, ValueError, "segment_ids: expected shape .*T=150"),
-        ({"segment_ids": jnp.zeros((2, 150))}, TypeError, "segment_ids: expected int32"),
-        ({"segment_ids": (jnp.zeros((2, 150), int), None)}, ValueError, "segment_ids: one of the pair is None"),
+        ({"segment_ids": jnp.zeros((2, 150))}, TypeError, "segment_ids: expected integers, got float32"),
+        ({"segment_ids": (jnp.zeros((2, 150), int), None)}, ValueError, "segment_ids: .* or a tuple of two"),
+        ({"segment_ids": (jnp.zeros((2, 150), int),) * 3}, ValueError, "segment_ids: .* or a tuple of two"),
+        ({"segment_ids": [[0] * 8]}, ValueError, "segment_ids: expected shape .*T=150"),
+        ({"segment_ids": np.zeros(150, int)}, ValueError, "segment_ids: expected shape .*T=150"),
+        ({"segment_ids": np.full((2, 150), 2**31 + 5)}, ValueError, r"segment_ids: expected values below 2\*\*31"),
+        ({"q_positions": np.arange(150) + 2**33}, ValueError, r"q_positions: expected values below 2\*\*30"),
         ({"q_positions": jnp.zeros(7, int)}, ValueError, "q_positions: expected shape"),
         ({"kv_positions": jnp.zeros((3, 150), int)}, ValueError, "kv_positions: expected shape"),
         ({"sinks": jnp.zeros(3)}, ValueError, r"sinks: expected shape \[N=4\]"),
         ({"mask": jnp.ones((150, 150), bool)}, ValueError, "mask: expected shape"),
         ({"mask": jnp.ones((1, 1, 150, 150))}, TypeError, "mask: expected bool"),
+        ({"mask": jnp.ones((1, 1, 1, 150), bool)}, ValueError, r"mask: expected shape \[B=2 or 1, N=4 or 1, T=150"),
         ({"mask": "causal"}, TypeError, "mask: expected a mask"),
+        ({"mask": Causal}, TypeError, "mask: expected a hashable, pure JAX function .* takes 0 positional"),
+        ({"mask": lambda q, k: (k <= q).astype(jnp.int32) * 2}, TypeError, "mask: expected bool .* got int32"),
+        ({"mask": lambda q, k: np.greater(q, k)}, TypeError, "mask: expected a hashable, pure JAX function"),
         ({"scale": float("nan")}, ValueError, "scale: expected a finite number"),
+        ({"scale": "0.5"}, TypeError, "scale: expected a finite number, got str: multiply query"),
+        ({"scale": 10**400}, TypeError, "scale: expected a finite number"),
         ({"logits_soft_cap": 0.0}, ValueError, "logits_soft_cap: expected a positive number"),
+        ({"logits_soft_cap": jnp.ones(4)}, TypeError, "logits_soft_cap: expected a finite number.* serves all heads"),
+        ({"query": Q[..., :0], "key": K[..., :0]}, ValueError, "query: expected a head_dim of at least 1"),
         ({"implementation": "cuda"}, ValueError, "implementation: attention has xla"),
+        ({"implementation": ()}, TypeError, "implementation: expected a name, a sequence"),
+        ({"implementation": {"xla"}}, TypeError, "implementation: expected a name, a sequence"),
+        ({"implementation": "pallas"}, NotImplementedError, "pallas: not in this release, which has xla"),
     ],
 )
 def test_bad_arguments_are_named_in_one_line(change, error, message):
@@ -210,6 +226,30 @@ def test_bad_arguments_are_named_in_one_line(change, error, message):
     with pytest.raises(error, match=message) as caught:
         ringtide.attention(**arguments)
     assert "\n" not in str(caught.value)
+
+
+def test_a_list_of_rows_is_no_pair():
+    rows = list(np.sort(np.random.default_rng(5).integers(-1, 3, (2, 150)), axis=1))
+    np.testing.assert_array_equal(attention(Q, K, V, segment_ids=rows), attention(Q, K, V, segment_ids=np.stack(rows)))
+
+
+def test_positions_may_be_a_list():
+    order = list(range(150))
+    expected = attention(Q, K, V, mask=Causal())
+    np.testing.assert_array_equal(attention(Q, K, V, mask=Causal(), q_positions=order, kv_positions=order), expected)
+
+
+def test_names_of_other_releases_are_tried_in_turn():
+    np.testing.assert_array_equal(attention(Q, K, V, implementation=["pallas", "xla"]), attention(Q, K, V))
+
+
+def test_64_bit_mode():
+    """lse of an empty call was float64."""
+    with jax.enable_x64(True):
+        for q, k, v in ((Q, K, V), (Q[:, :0], K, V), (Q, K[:, :0], V[:, :0])):
+            (out, lse), vjp = jax.vjp(lambda *x: attention(*x, mask=Causal(), return_lse=True), q, k, v)
+            assert (out.dtype, lse.dtype) == (jnp.float32, jnp.float32)
+            assert all(dx.dtype == jnp.float32 for dx in vjp((out, lse)))
 
 
 def test_head_first_arrays_are_recognised_by_their_ids():

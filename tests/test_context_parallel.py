@@ -154,10 +154,12 @@ def test_shard_and_unshard_are_inverse(layout):
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [
-        ({"seq_axis": "time"}, ValueError, "seq_axis: the mesh has the axes context, got 'time'"),
+        ({"seq_axis": "time"}, ValueError, "seq_axis: expected one of the mesh's axes, context, got 'time'"),
+        ({"seq_axis": None}, ValueError, "seq_axis: expected one of the mesh's axes, context, got None"),
+        ({"mesh": "context"}, TypeError, "mesh: expected a jax.sharding.Mesh, got str"),
         ({"layout": "zigzag"}, ValueError, "sequence length 50 .* pad it to 56"),
         ({"strategy": "spiral"}, NotImplementedError, "strategy: this release has auto, ring, got 'spiral'"),
-        ({"head_axis": "context"}, ValueError, "head_axis: 3 and 1 do not divide by 4"),
+        ({"head_axis": "context"}, ValueError, "head_axis: heads of query and key, 3 and 1, must divide by 4"),
     ],
 )
 def test_refusals(change, error, message):

@@ -42,9 +42,15 @@ class TestDispatch:
         with pytest.raises(NotImplementedError, match="mosaic: odd sizes are not served, xla serves them"):
             self.call("mosaic", self.odd)
 
-    def test_unknown(self):
+    def test_names(self):
+        assert dispatch.names("op", ["mosaic", "pallas"]) == ("mosaic", "pallas")
         with pytest.raises(ValueError, match="implementation: op has xla, mosaic, got 'cuda'"):
-            self.call("cuda", self.even)
+            dispatch.names("op", ("xla", "cuda"))
+
+    def test_a_name_of_another_release_is_a_reason(self):
+        assert self.call(("pallas", "xla"), self.even) == 1
+        with pytest.raises(NotImplementedError, match="pallas: not in this release, which has xla, mosaic"):
+            self.call("pallas", self.even)
 
     def test_by_the_platform_compiled_for(self, monkeypatch):
         monkeypatch.setitem(dispatch.PREFERRED["op"], "tpu", "mosaic")

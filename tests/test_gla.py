@@ -260,7 +260,7 @@ BAD = {
     "initial_state: expected shape [B=2, N=3, K=8, V=5], got [2, 3, 5, 8]": {"initial_state": (2, 3, 5, 8)},
     "segment_ids: expected shape [B=2, T=7], got [2, 8]": {"segment_ids": ((2, 8), int)},
     "segment_ids: expected shape [B=2, T=7], got [2, 3]: time comes before heads": {"segment_ids": ((2, 3), int)},
-    "segment_ids: expected int32": {"segment_ids": (2, 7)},
+    "segment_ids: expected integers": {"segment_ids": (2, 7)},
     "q: expected float32 or bfloat16 or float16, got int32: cast it": {"q": ((2, 7, 3, 8), int)},
     "k: expected float32, got bfloat16: cast it": {"k": ((2, 7, 3, 8), jnp.bfloat16)},
     "initial_state: expected float32, got bfloat16": {"initial_state": ((2, 3, 8, 5), jnp.bfloat16)},

@@ -67,7 +67,7 @@ def test_segment_blocks_are_safe(q, k):
 
 
 def test_masks_are_static_arguments():
-    f = lambda q, k: q >= k  # noqa: E731
+    f = lambda q, k: q >= k
     assert hash(Causal() & Chunked(8)) == hash(Chunked(8) & Causal())
     assert as_mask(f) == as_mask(f)
     assert hash(as_mask(f) | Causal()) == hash(as_mask(f) | Causal())

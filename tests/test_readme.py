@@ -16,3 +16,7 @@ BLOCKS = [
 @pytest.mark.parametrize("block", BLOCKS)
 def test_block_runs(block):
     exec(compile(block, "README", "exec"), {"__name__": "readme"})
+
+
+def test_no_figure_is_left_open():
+    assert "NUMBERS" not in (ROOT / "README.md").read_text()

@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from ringtide.jax import checks, dispatch, meshes
@@ -32,12 +33,13 @@ def attention(
       query: [B, T, N, H] bfloat16, float16 or float32.
       key, value: [B, S, N_kv, H] and [B, S, N_kv, H_v], N a multiple of N_kv: each kv head serves N / N_kv query heads.
       mask: what a query position sees of the key positions. `Causal()`, `Local(left, right)`, `Chunked(size)`, their
-        `&`, `|` and `~`; a function f(q_pos, k_pos) -> bool, elementwise; a bool array [B | 1, N | 1, T, S], true where
-        visible; None for everything.
-      segment_ids: [B, T] int32, or a pair ([B, T], [B, S]): equal ids see each other. Negative ids are padding, which
-        sees nothing, is seen by nothing and may hold NaN.
-      q_positions, kv_positions: [T] or [B, T], [S] or [B, S] int32, the places in the sequence that the mask compares;
-        by default both count from 0.
+        `&`, `|` and `~`; a function f(q_pos, k_pos) -> bool, pure and elementwise (the same function object shares its
+        compilation; what is traced belongs into positions); a bool array [B | 1, N | 1, T, S], true where visible;
+        None for everything.
+      segment_ids: [B, T] integers, or a tuple of two, ([B, T], [B, S]): equal ids see each other. Negative ids are
+        padding, which sees nothing, is seen by nothing and may hold NaN. (Other tokens may not, seen or unseen.)
+      q_positions, kv_positions: [T] or [B, T], [S] or [B, S] integers in (-2**30, 2**30), the places in the sequence
+        that the mask compares; by default both count from 0.
       scale: of the scores; by default 1 / sqrt(H).
       logits_soft_cap: cap; scores become cap * tanh(score / cap), after scaling.
       sinks: [N], a score per head that takes part in the softmax and has no value.
@@ -48,6 +50,8 @@ def attention(
       [B, T, N, H_v] in query's dtype, or with `return_lse` (that, lse [B, T, N] float32). Both are differentiable. A
       query that sees nothing has output 0, lse -inf (with a sink: the sink) and no gradients.
 
+    Differentiable by jax.grad and jax.vjp, under jit, vmap, remat and shard_map, once; not by jax.jvp.
+
     Raises:
       ValueError, TypeError: an argument does not fit; the message names it and the cure.
       NotImplementedError: no kernel in `implementation` can serve the call.
@@ -55,7 +59,7 @@ def attention(
     query, key, value, where, mask, sinks = check(
         query, key, value, mask, segment_ids, q_positions, kv_positions, sinks
     )
-    kernel = Kernel(dispatch.names(implementation), mask, *numbers(query, scale, logits_soft_cap))
+    kernel = Kernel(dispatch.names("attention", implementation), mask, *numbers(query, scale, logits_soft_cap))
     return differentiable(kernel, query, key, value, where, sinks, return_lse)
 
 
@@ -69,7 +73,9 @@ class Kernel(NamedTuple):
 
     def forward(self, q, k, v, where, *, out_dtype=None):
         if not (q.size and k.size):  # kernels never see an empty array
-            return jnp.zeros((*q.shape[:3], v.shape[3]), out_dtype or q.dtype), jnp.full(q.shape[:3], -jnp.inf)
+            return jnp.zeros((*q.shape[:3], v.shape[3]), out_dtype or q.dtype), jnp.full(
+                q.shape[:3], -jnp.inf, jnp.float32
+            )
         return self._call("forward", q, k, v, where, out_dtype=out_dtype)
 
     def backward(self, q, k, v, *args, out_dtype=None):
@@ -133,10 +139,14 @@ _compiled = jax.jit(_attend, static_argnums=0)  # so that a call outside of jit 
 
 def numbers(query, scale, logits_soft_cap):
     """(scale, soft cap), checked, with the default filled in."""
-    scale = max(query.shape[-1], 1) ** -0.5 if scale is None else checks.number("scale", scale)
+    scale = (
+        max(query.shape[-1], 1) ** -0.5
+        if scale is None
+        else checks.number("scale", scale, "multiply query by an array instead")
+    )
     if logits_soft_cap is None:
         return scale, None
-    cap = checks.number("logits_soft_cap", logits_soft_cap)
+    cap = checks.number("logits_soft_cap", logits_soft_cap, "one number serves all heads")
     if cap <= 0:
         raise ValueError(f"logits_soft_cap: expected a positive number, got {cap}: None leaves the scores as they are")
     return scale, cap
@@ -154,15 +164,14 @@ def check(query, key, value, mask, segment_ids, q_positions, kv_positions, sinks
             f"key: {sizes['N_kv']} heads do not divide the {sizes['N']} of query: repeat heads, or, if "
             f"{sizes['N_kv']} is a length, {hint}"
         )
+    if sizes["H"] == 0:
+        raise ValueError("query: expected a head_dim of at least 1, got 0")
     if sinks is not None:
         sinks = checks.array("sinks", sinks, "N", sizes)
-    q_ids, k_ids = segment_ids if isinstance(segment_ids, tuple | list) else (segment_ids, segment_ids)
-    if (q_ids is None) != (k_ids is None):
-        raise ValueError("segment_ids: one of the pair is None: give the ids of the queries and of the keys")
+    q_ids, k_ids = _pair(segment_ids)
     dense = None
     if hasattr(mask, "shape"):
-        axes = [axis if size != 1 else "1" for axis, size in zip("BN", mask.shape, strict=False)]
-        dense, mask = checks.array("mask", mask, " ".join([*axes, "T", "S"]), {**sizes, "1": 1}, ("bool",)), None
+        dense, mask = _dense(mask, sizes), None
     where = Where(
         _integers("q_positions", q_positions, "B T", sizes),
         _integers("kv_positions", kv_positions, "B S", sizes),
@@ -170,16 +179,58 @@ def check(query, key, value, mask, segment_ids, q_positions, kv_positions, sinks
         _integers("segment_ids", k_ids, "B S", sizes),
         dense,
     )
-    return query, key, value, where, as_mask(mask), sinks
+    return query, key, value, where, _function(mask), sinks
+
+
+def _pair(segment_ids):
+    """(ids of the queries, ids of the keys)."""
+    if not isinstance(segment_ids, tuple):
+        return segment_ids, segment_ids
+    if len(segment_ids) != 2 or any(ids is None for ids in segment_ids):
+        raise ValueError("segment_ids: expected [B, T], or a tuple of two: the ids of the queries and of the keys")
+    return segment_ids
 
 
 def _integers(name, x, axes, sizes):
-    """[T] or [B, T] integers as int32 [1, T] or [B, T]."""
+    """Integers as int32 [B, T], or as [1, T] for positions [T] that all sequences share."""
     if x is None:
         return None
-    if getattr(x, "ndim", 2) == 1:
-        return checks.array(name, x, axes.split()[1], sizes, checks.INTS)[None].astype(jnp.int32)
-    return checks.array(name, x, axes, sizes, checks.INTS).astype(jnp.int32)
+    if name == "segment_ids":
+        return checks.integers(name, x, axes, sizes)
+    if np.ndim(x) == 1:
+        return checks.integers(name, x, axes.split()[1], sizes, limit=1 << 30)[None]
+    return checks.integers(name, x, axes, sizes, limit=1 << 30)
+
+
+def _dense(mask, sizes):
+    batch, heads, length, keys = (sizes[axis] for axis in ("B", "N", "T", "S"))
+    if mask.dtype != bool:
+        raise TypeError(f"mask: expected bool (true where visible), got an array of {mask.dtype}: compare it first")
+    if (
+        mask.ndim != 4
+        or mask.shape[0] not in (1, batch)
+        or mask.shape[1] not in (1, heads)
+        or mask.shape[2:] != (length, keys)
+    ):
+        want = f"[B={batch} or 1, N={heads} or 1, T={length}, S={keys}]"
+        raise ValueError(f"mask: expected shape {want}, got {list(mask.shape)}: add axes of size 1")
+    return jnp.asarray(mask)
+
+
+def _function(mask):
+    """The mask, of which it is known that it can be called, compared, and gives bool."""
+    mask, position = as_mask(mask), jax.ShapeDtypeStruct((1, 1), jnp.int32)
+    try:
+        hash(mask)
+        dtype = jax.eval_shape(mask, position, position).dtype
+    except Exception as error:
+        reason = str(error).partition("\n")[0]
+        raise TypeError(
+            f"mask: expected a hashable, pure JAX function of (q_pos, k_pos), int32 arrays: {reason}"
+        ) from None
+    if dtype != jnp.bool_:
+        raise TypeError(f"mask: expected bool of the function, got {dtype}: compare, as in `!= 0`")
+    return mask
 
 
 def _zero_padding(x, segment_ids):

@@ -12,9 +12,9 @@ import os
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 FLOATS = ("float32", "bfloat16", "float16")
-INTS = ("int32", "int64", "int16", "int8", "uint8", "uint16", "uint32", "uint64")
 
 
 def array(name, x, axes, sizes, dtypes=FLOATS):
@@ -32,20 +32,42 @@ def array(name, x, axes, sizes, dtypes=FLOATS):
         want = ", ".join(f"{a}={sizes[a]}" if a in sizes else a for a in axes)
         raise ValueError(f"{name}: expected shape [{want}], got {list(x.shape)}{_layout(name, x.shape, axes, sizes)}")
     if x.dtype.name not in dtypes:
-        want = " or ".join(dtypes[:3])
+        want = " or ".join(dtypes)
         raise TypeError(f"{name}: expected {want}, got {x.dtype}: cast it, {name}.astype('{dtypes[0]}')")
     sizes.update(zip(axes, x.shape, strict=True))
     return x
 
 
-def number(name, x):
-    """x as a finite Python float: it is compiled into the kernels."""
+def integers(name, x, axes, sizes, limit=1 << 31):
+    """x as int32 of the given axes, from integers of any dtype; |values| must be below `limit`.
+
+    What the host holds is looked at here; of arrays on a device, those that int32 cannot hold, in checked mode all.
+    Raises as `array`, and ValueError for values out of range, which would otherwise wrap.
+    """
+    if not isinstance(x, jax.Array):  # looked at before JAX cuts 64 bits to 32
+        x = np.asarray(x)
+        x = x.astype(np.int32) if x.size == 0 else x
+    if not jnp.issubdtype(x.dtype, jnp.integer):
+        raise TypeError(f"{name}: expected integers, got {x.dtype}: cast it, {name}.astype('int32')")
+    held = np.can_cast(x.dtype, np.int32)
+    fits = held and limit == 1 << 31
+    seen = not isinstance(x, jax.Array) or not (held or isinstance(x, jax.core.Tracer))
+    if x.size and not fits and (seen or enabled()):
+        message = f"{name}: expected values below 2**{limit.bit_length() - 1} in size, found larger: renumber from 0"
+        refuse((x.max() >= limit) | (x.min() < -limit), message)
+    if not held and isinstance(x, jax.Array):  # what was not looked at stays far out, instead of wrapping
+        x = jnp.clip(x, max(np.iinfo(x.dtype).min, -(1 << 31)), (1 << 31) - 1)
+    return array(name, jnp.asarray(x.astype(np.int32)), axes, sizes, ("int32",))
+
+
+def number(name, x, instead):
+    """x as a finite Python float: it is compiled into the kernels. instead: what to do with an array."""
+    if isinstance(x, bool | str | bytes | jax.core.Tracer) or getattr(x, "ndim", 0):
+        raise TypeError(f"{name}: expected a finite number, got {type(x).__name__}: {instead}")
     try:
         value = float(x)
-    except (TypeError, ValueError):
-        raise TypeError(
-            f"{name}: expected a finite number, got {type(x).__name__}: multiply the query by an array or traced value"
-        ) from None
+    except (TypeError, ValueError, OverflowError):
+        raise TypeError(f"{name}: expected a finite number, got {type(x).__name__}: {instead}") from None
     if not math.isfinite(value):
         raise ValueError(f"{name}: expected a finite number, got {value}")
     return value

@@ -57,18 +57,19 @@ def context_parallel_attention(
     if strategy not in ("auto", *STRATEGIES):
         raise NotImplementedError(f"strategy: this release has auto, {', '.join(STRATEGIES)}, got {strategy!r}")
     shards = _axis_size("seq_axis", mesh, seq_axis)
-    for name, axis, sizes in (
-        ("head_axis", head_axis, (query.shape[2], key.shape[2])),
-        ("batch_axis", batch_axis, (query.shape[0],)),
+    for name, axis, what, sizes in (
+        ("head_axis", head_axis, "heads of query and key", (query.shape[2], key.shape[2])),
+        ("batch_axis", batch_axis, "batch", (query.shape[0],)),
     ):
-        size = _axis_size(name, mesh, axis)
+        size = 1 if axis is None else _axis_size(name, mesh, axis)
         if any(x % size for x in sizes):
-            raise ValueError(f"{name}: {' and '.join(map(str, sizes))} do not divide by {size}, the size of {axis!r}")
+            got = " and ".join(map(str, sizes))
+            raise ValueError(f"{name}: {what}, {got}, must divide by {size}, the size of {axis!r}: pad or repeat them")
     where = where._replace(
         q_pos=_positions(where.q_pos, query.shape[1], layout, shards),
         k_pos=_positions(where.k_pos, key.shape[1], layout, shards),
     )
-    local = Kernel(dispatch.names(implementation), mask, *numbers(query, scale, logits_soft_cap))
+    local = Kernel(dispatch.names("attention", implementation), mask, *numbers(query, scale, logits_soft_cap))
     kernel = STRATEGIES["ring" if strategy == "auto" else strategy](local, seq_axis)
 
     tokens = P(batch_axis, seq_axis, head_axis, None)
@@ -134,8 +135,8 @@ def _where_specs(where, seq_axis, head_axis, batch_axis):
 
 
 def _axis_size(name, mesh, axis):
-    if axis is None:
-        return 1
-    if axis not in mesh.shape:
-        raise ValueError(f"{name}: the mesh has the axes {', '.join(map(str, mesh.shape))}, got {axis!r}")
+    if not isinstance(mesh, jax.sharding.Mesh | jax.sharding.AbstractMesh):
+        raise TypeError(f"mesh: expected a jax.sharding.Mesh, got {type(mesh).__name__}: jax.make_mesh makes one")
+    if not isinstance(axis, str) or axis not in mesh.shape:
+        raise ValueError(f"{name}: expected one of the mesh's axes, {', '.join(map(str, mesh.shape))}, got {axis!r}")
     return mesh.shape[axis]

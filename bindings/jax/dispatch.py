@@ -14,14 +14,15 @@ KERNELS = {
     "gla": {"xla": "ringtide.kernels.xla.gla"},
 }
 PORTABLE = "xla"
+KNOWN = ("xla", "pallas", "nki", "triton", "eager")  # of some release or op: a name that code may carry everywhere
 PREFERRED = {"attention": {}, "gla": {}}  # op -> {platform that is compiled for: implementation}, elsewhere PORTABLE
 
 
 def call(op: str, function: str, implementation, *args, **options):
     """Calls `function` of the kernel that serves `op`.
 
-    implementation: a name, a sequence of names (the first that serves), or None: by the platform that is compiled for.
-    Raises ValueError for an unknown name, NotImplementedError when none of the names can serve.
+    implementation: what `names` gives: a name, names (the first that serves), or None: by the platform compiled for.
+    Raises NotImplementedError when none of the names can serve.
     """
     if implementation is None:
         table = {PORTABLE: PORTABLE, **PREFERRED[op]}
@@ -29,9 +30,8 @@ def call(op: str, function: str, implementation, *args, **options):
         portable = functools.partial(getattr(load(op, serving.pop(PORTABLE)), function), **options)
         branches = {p: functools.partial(getattr(load(op, n), function), **options) for p, n in serving.items()}
         return lax.platform_dependent(*args, default=portable, **branches) if branches else portable(*args)
-    names = (implementation,) if isinstance(implementation, str) else tuple(implementation)
     reasons = []
-    for name in names:
+    for name in (implementation,) if isinstance(implementation, str) else implementation:
         reason = _reason(op, name, args, options)
         if not reason:
             return getattr(load(op, name), function)(*args, **options)
@@ -39,18 +39,27 @@ def call(op: str, function: str, implementation, *args, **options):
     raise NotImplementedError(f"{op}: no implementation can serve this call. {'; '.join(reasons)}")
 
 
-def names(implementation):
-    """`implementation` in a hashable form."""
-    return tuple(implementation) if isinstance(implementation, list) else implementation
+def names(op: str, implementation):
+    """`implementation` checked, and hashable as a static argument must be: None, a name, or a tuple of names."""
+    if implementation is None or isinstance(implementation, str):
+        known = (implementation,) if implementation else ()
+    elif isinstance(implementation, list | tuple) and implementation:
+        known = implementation = tuple(implementation)
+    else:
+        raise TypeError(f"implementation: expected a name, a sequence of names or None, got {implementation!r}")
+    for name in known:
+        if name not in (*KERNELS[op], *KNOWN):
+            raise ValueError(f"implementation: {op} has {', '.join(KERNELS[op])}, got {name!r}")
+    return implementation
 
 
 def load(op: str, name: str):
     """The kernel module `name` of `op`."""
-    if name not in KERNELS[op]:
-        raise ValueError(f"implementation: {op} has {', '.join(KERNELS[op])}, got {name!r}")
     return import_module(KERNELS[op][name])
 
 
 def _reason(op, name, args, options):
+    if name not in KERNELS[op]:
+        return f"not in this release, which has {', '.join(KERNELS[op])}"
     refuses = getattr(load(op, name), "refuses", None)
     return refuses(*args, **options) if refuses else None

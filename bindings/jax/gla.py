@@ -61,12 +61,12 @@ def gla(
         h0 = zk[..., None] * zv[..., None, :]
     else:
         h0 = checks.array("initial_state", initial_state, "B N K V", sizes, ("float32",))
-    scale, implementation = _scale(scale, sizes["K"]), dispatch.names(implementation)
+    scale, implementation = _scale(scale, sizes["K"]), dispatch.names("gla", implementation)
     g = g.astype(jnp.float32)
     if segment_ids is None:
         out, state = _run(implementation, scale, q, k, v, _gates(g), h0)
     else:
-        ids = checks.array("segment_ids", segment_ids, "B T", sizes, checks.INTS)
+        ids = checks.integers("segment_ids", segment_ids, "B T", sizes)
         valid, reset = (x[..., None, None] for x in _segments(ids))
         q, k, v, g = (jnp.where(valid, x, 0) for x in (q, k, v, g))
         g = jnp.where(reset, RESET, _gates(g))
@@ -116,15 +116,19 @@ def gla_decode_step(
         state = checks.array("state", state, "B N K V", sizes, ("float32",))
     else:
         state = checks.array("state", state, "slots N K V", sizes, ("float32",))
-        ids = checks.array("slot_ids", slot_ids, "B", sizes, checks.INTS)
+        ids = checks.integers("slot_ids", slot_ids, "B", sizes)
         slots = sizes["slots"]
         beyond = ids >= slots
-        slot_ids = jnp.where((ids >= 0) & ~beyond, ids, -1).astype(jnp.int32)
+        slot_ids = jnp.where((ids >= 0) & ~beyond, ids, -1)
         used = (slot_ids >= 0)[:, None, None]
         q, k, v, g = (jnp.where(used, x, 0) for x in (q, k, v, g))
         _refuse_slots(slot_ids, beyond, slots)
-    args = (q, k, v, _gates(g), state, slot_ids, has_initial_state)
-    out, state = dispatch.call("gla", "decode_step", implementation, *args, scale=_scale(scale, sizes["K"]))
+    implementation, scale = dispatch.names("gla", implementation), _scale(scale, sizes["K"])
+    if not (state.size and q.size):  # kernels never see an empty pool
+        out = jnp.zeros_like(v)
+    else:
+        args = (q, k, v, _gates(g), state, slot_ids, has_initial_state)
+        out, state = dispatch.call("gla", "decode_step", implementation, *args, scale=scale)
     if slot_ids is not None:
         out = jnp.where(beyond[:, None, None], jnp.nan, out)
     return out, state
@@ -141,7 +145,7 @@ def _gla(implementation, scale, q, k, v, g, h0):
 
 
 def _gla_forward(implementation, scale, *inputs):
-    return _gla(implementation, scale, *inputs), inputs
+    return dispatch.call("gla", "forward", implementation, *inputs, scale=scale), inputs
 
 
 def _gla_backward(implementation, scale, inputs, grads):
@@ -179,4 +183,4 @@ def _refuse_slots(ids, beyond, slots):
 
 
 def _scale(scale, K):
-    return max(K, 1) ** -0.5 if scale is None else checks.number("scale", scale)
+    return max(K, 1) ** -0.5 if scale is None else checks.number("scale", scale, "multiply q by an array instead")

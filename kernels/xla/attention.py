@@ -23,7 +23,6 @@ How it got here (forward + backward, causal T = 16,384, one head of 64, two CPU 
     tiles of 256, 512, 1024 on a side                       35, 45, 50 %   small products run on one core
 """
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 

@@ -74,16 +74,14 @@ def backward(q, k, v, g, h0, do, dhT, *, scale, chunk=64):
 def decode_step(q, k, v, g, state, slot_ids, has_initial_state, *, scale):
     """One token for each of B sequences whose states live in a pool.
 
-    q, k, g: [B, N, K], v: [B, N, V], state: [slots, N, K, V] float32.  slot_ids: [B] int32, distinct; a row whose slot
-    is not in [0, slots) touches nothing and returns 0; None: row b is slot b.  has_initial_state: [B] bool, False reads
-    the slot as zeros; None: all True.  Returns (out [B, N, V] in v.dtype, state).
+    q, k, g: [B, N, K], v: [B, N, V], state: [slots, N, K, V] float32.  slot_ids: [B] int32 below slots, distinct; a row
+    of a negative one is all zeros, touches nothing and returns 0; None: row b is slot b.  has_initial_state: [B] bool,
+    False reads the slot as zeros; None: all True.  Returns (out [B, N, V] in v.dtype, state).
     """
     S = state
     if slot_ids is not None:
         # A negative index would count from the end: send it out of range, where reads fill and writes drop.
         slot_ids = jnp.where(slot_ids < 0, state.shape[0], slot_ids)
-        inside = (slot_ids < state.shape[0])[:, None, None]
-        q, k, v, g = (jnp.where(inside, x, 0) for x in (q, k, v, g))
         S = state.at[slot_ids].get(mode="fill", fill_value=0)
     if has_initial_state is not None:
         S = jnp.where(has_initial_state[:, None, None, None], S, 0)
