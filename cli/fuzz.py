@@ -47,27 +47,30 @@ def command(op, impl, cases, minutes, seed, replay, as_json):
     """Tests OP against the float64 reference: random recipes, every property on each.
 
     A failure prints the shrunk recipe, the slices around the worst element, and the line that replays it. Exit code 1
-    if anything failed. Properties, bounds and your own functions: `ringtide.testing.check`.
+    if anything failed or nothing was tested, 130 after Ctrl-C. Properties, bounds and your own functions:
+    `ringtide.testing.check`.
     """
     if sum(x is not None for x in (cases, minutes, replay)) > 1:
         raise click.UsageError("--cases, --minutes and --replay exclude each other: give one")
-    from ringtide.testing import check
-
     how = {"cases": cases or 100, "minutes": minutes, "seed": seed, "replay": replay, "progress": _progress()}
     try:
+        from ringtide.testing import check
+
         report = check(op=op, **IMPLEMENTATIONS[impl](op), **how)
     except ValueError as error:
         raise click.ClickException(str(error)) from None
+    except ModuleNotFoundError as error:
+        raise click.ClickException(f"{error.name} is not installed: pip install ringtide") from None
     if sys.stderr.isatty():
         click.echo(err=True)
     click.echo(report)
     if report.failure:
         click.echo(f'replay: ringtide fuzz {op} --impl {impl} --replay "{report.failure.case}"')
-    elif not report.ok:
-        click.echo("FAILED: every recipe was refused, so nothing was tested")
+    elif report.cases == report.refused:
+        click.echo("FAILED: nothing was tested")
     if as_json:
         click.echo(json.dumps(summary(report, impl)))
-    sys.exit(0 if report.ok else 1)
+    sys.exit(130 if report.interrupted else 0 if report.ok else 1)
 
 
 def summary(report, impl: str) -> dict:
@@ -79,7 +82,8 @@ def summary(report, impl: str) -> dict:
         "cases": report.cases,
         "failures": report.failed,
         "worst_error_over_bound": ratio,
-        "worst_case": repr(report.worst_case),
+        "worst_case": None if report.worst_case is None else repr(report.worst_case),
+        "interrupted": report.interrupted,
     }
 
 

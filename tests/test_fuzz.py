@@ -445,11 +445,16 @@ def test_every_shape_takes_its_turn_and_an_empty_one_only_one(op):
         "AttentionCase(N=3, N_kv=2)",
         "Other(T=3)",
         "GLACase.T",
+        "AttentionCase(T=1, T=2)",
+        f"AttentionCase(seed={'-' * 20_000}1)",
+        f"AttentionCase(seed={'-' * 1_900}1)",
+        f"AttentionCase(mask='{'x' * 1_900}')",
     ],
 )
 def test_replay_reads_literals_only(text):
-    with pytest.raises(ValueError, match=r"^replay: expected a line such as"):
+    with pytest.raises(ValueError, match=r"^replay: expected a line such as") as refusal:
         parse(text)
+    assert len(str(refusal.value)) < 400
 
 
 @pytest.mark.parametrize(
@@ -459,6 +464,11 @@ def test_replay_reads_literals_only(text):
         ({"without": ("wings",)}, "without: attention has no feature 'wings'; it has mask, segments"),
         ({"masks": ("causal",)}, r"masks: 'causal' is none of none, Causal\(\)"),
         ({"dtypes": ("int8",)}, "dtypes: 'int8' is none of float32"),
+        ({"masks": ()}, "masks: expected at least one of none, Causal"),
+        ({"dtypes": ()}, "dtypes: expected at least one of float32"),
+        ({"cases": 0}, "cases: expected an int of at least 1, got 0"),
+        ({"minutes": float("nan")}, "minutes: expected a positive number, got nan"),
+        ({"minutes": float("inf")}, "minutes: expected a positive number, got inf"),
         ({"replay": "GLACase(T=3)"}, "replay: GLACase is not a recipe of attention"),
     ],
 )
@@ -513,8 +523,39 @@ def test_command_keeps_time(ringtide_fuzz):
     assert json.loads(result.stdout.splitlines()[-1])["cases"] > 0
 
 
+def test_nothing_tested_is_no_pass(ringtide_fuzz):
+    result = ringtide_fuzz("gla", "--minutes", "1e-9", "--json")
+    assert result.exit_code == 1
+    assert {"cases": 0, "worst_case": None}.items() <= json.loads(result.stdout.splitlines()[-1]).items()
+    assert "FAILED: nothing was tested" in result.stdout
+
+
+def test_command_reports_what_ran_before_an_interrupt(ringtide_fuzz):
+    calls = []
+
+    def fn(q, k, v, **options):
+        calls.append(q)
+        if len(calls) > 40:
+            raise KeyboardInterrupt
+        return numpy_attention(q, k, v, **options)
+
+    result = ringtide_fuzz("attention", "--cases", "100", "--json", attention=fn)
+    assert result.exit_code == 130, result.output
+    line = json.loads(result.stdout.splitlines()[-1])
+    assert line["interrupted"]
+    assert 0 < line["cases"] < 40
+
+
+def test_command_without_jax(monkeypatch):
+    monkeypatch.setitem(sys.modules, "jax", None)
+    result = CliRunner().invoke(fuzz.command, ["gla", "--cases", "1"])
+    assert (result.exit_code, result.stderr) == (1, "Error: jax is not installed: pip install ringtide\n")
+
+
 def test_command_refuses_in_one_line(ringtide_fuzz):
     result = ringtide_fuzz("gla", "--replay", "open('/etc/passwd')")
     assert result.exit_code == 1
     assert result.stderr.startswith("Error: replay: expected a line such as")
     assert ringtide_fuzz("gla", "--minutes", "1", "--cases", "3").exit_code == 2
+    result = ringtide_fuzz("gla", "--minutes", "nan")
+    assert (result.exit_code, result.stderr) == (1, "Error: minutes: expected a positive number, got nan\n")

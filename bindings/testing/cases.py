@@ -208,6 +208,8 @@ def decks(op: str, block: int) -> dict:
     }
 
 
+LONGEST = 2000  # characters of a replay line: a recipe has some 400, and Python's parser fails on deep nesting
+
 EMPTY = {  # a shape of their own, with next to no data: in every pool, for one turn each
     "attention": [{"T": 0, "S": 0}, {"T": 3, "S": 0, "N": 2, "lse": True}],
     "gla": [{"T": 0, "K": 8, "V": 16, "state": True}, {"T": 0, "segments": "one"}],
@@ -313,16 +315,25 @@ def gla_cases(count: int = 8, seed=0, **limits) -> st.SearchStrategy[GLACase]:
 def parse(text: str):
     """The recipe that a replay line shows. Reads literals, evaluates nothing; raises ValueError."""
     try:
+        if len(text) > LONGEST:
+            raise ValueError(f"{len(text)} characters")
         call = ast.parse(text.strip(), mode="eval").body
         recipe = {r.__name__: r for r in RECIPES.values()}[call.func.id]
         if call.args:
             raise ValueError("fields are given by name")
+        names = [keyword.arg for keyword in call.keywords]
+        if len(set(names)) < len(names):
+            raise ValueError("a field is given twice")
         return recipe(**{keyword.arg: ast.literal_eval(keyword.value) for keyword in call.keywords})
-    except (SyntaxError, AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
+    except (SyntaxError, AttributeError, KeyError, TypeError, ValueError, RecursionError, MemoryError) as error:
         raise ValueError(
             f"replay: expected a line such as AttentionCase(T=17, S=17, seed=3) or GLACase(T=65, K=16), "
-            f"got {text!r} ({error})"
+            f"got {_short(repr(text))} ({_short(str(error))})"
         ) from None
+
+
+def _short(text, length=120):
+    return text if len(text) <= length else text[: length - 3] + "..."
 
 
 def simpler(case):

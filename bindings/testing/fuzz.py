@@ -1,6 +1,7 @@
 """check(fn, op): draw recipes, run every property on each, shrink what fails, report."""
 
 import itertools
+import math
 import random
 import time
 from dataclasses import dataclass, field
@@ -30,11 +31,12 @@ class Failure:
 
 @dataclass
 class Report:
-    """What `check` found. True if nothing failed, so that `assert check(fn, op)` is a test.
+    """What `check` found. True if something was tested and nothing failed, so that `assert check(fn, op)` is a test.
 
     cases          recipes run            refused      of these, refused by NotImplementedError
     failed         recipes that failed    failure      the first of them, shrunk
     worst          largest error over bound among claims that have one     worst_case     where
+    interrupted    by Ctrl-C: the rest is what ran until then; not true, whatever it is
     """
 
     op: str
@@ -45,17 +47,20 @@ class Report:
     worst: float = 0.0
     worst_case: object = None
     seconds: float = 0.0
+    interrupted: bool = False
     refusals: dict = field(default_factory=dict)  # message -> count
 
     @property
     def ok(self) -> bool:
-        return not self.failed and self.refused < max(self.cases, 1)
+        return self.cases > self.refused and not self.failed and not self.interrupted
 
     def __bool__(self):
         return self.ok
 
     def __str__(self):
         lines = [f"{self.op}: {self.cases} cases, {self.failed} failed, {self.refused} refused, {self.seconds:.0f} s"]
+        if self.interrupted:
+            lines.append("interrupted: this is what ran until then")
         lines += [f"refused {count} times: {message}" for message, count in self.refusals.items()]
         if self.worst_case is not None:
             lines.append(f"worst error / bound {self.worst:.3g} at {self.worst_case}")
@@ -100,9 +105,13 @@ def check(
     shrink        seconds to spend on a plainer recipe that fails too
     progress      progress(report) is called after each recipe
 
-    Returns a Report. A NotImplementedError of fn counts as a refusal, any other exception as a failure. Raises
-    ValueError for arguments that name nothing known.
+    Returns a Report, after Ctrl-C too. A NotImplementedError of fn counts as a refusal, any other exception as a
+    failure. Raises ValueError for arguments that name nothing known.
     """
+    if not isinstance(cases, int) or cases < 1:
+        raise ValueError(f"cases: expected an int of at least 1, got {cases!r}")
+    if minutes is not None and not 0 < minutes < math.inf:
+        raise ValueError(f"minutes: expected a positive number, got {minutes!r}")
     fresh = partial(_trials, fn, op, without, gradients, decode_step)  # nothing compiled yet
     trial = fresh()
     masks = _known("masks", masks, MASKS)
@@ -115,20 +124,18 @@ def check(
         case = parse(replay)
         if not isinstance(case, RECIPES[op]):
             raise ValueError(f"replay: {type(case).__name__} is not a recipe of {op}")
-        _examine(case, trial, report)
-    else:
-        deadline = None if minutes is None else start + 60 * minutes
-        over = partial(_over, report, deadline, cases, stop_early)
-        limits = {"without": without, "masks": masks, "dtypes": dtypes, "block": block}
-        count = cases if deadline is None else 200
-        for number in itertools.count():
-            pool = deal(op, max(count // CASES_A_SHAPE, 6), f"{seed} {number}", **limits)
-            _round(pool, count, f"{seed} {number}", fresh(), report, over, progress)
-            if over():
-                break
-            limits["without"] = {*without, "empty"}  # once is enough
-    if report.failure and replay is None:
-        report.failure = _shrink(report.failure, trial, shrink)
+    deadline = None if minutes is None else start + 60 * minutes
+    over = partial(_over, report, deadline, cases, stop_early)
+    limits = {"without": without, "masks": masks, "dtypes": dtypes, "block": block}
+    try:
+        if replay is not None:
+            _examine(case, trial, report)
+        else:
+            _draw(cases if deadline is None else 200, seed, limits, fresh, report, over, progress)
+            if report.failure:
+                report.failure = _shrink(report.failure, trial, shrink)
+    except KeyboardInterrupt:
+        report.interrupted = True
     report.seconds = time.monotonic() - start
     return report
 
@@ -137,6 +144,8 @@ check.__doc__ = check.__doc__.format(features="; ".join(f"{op}: {', '.join(names
 
 
 def _known(name, values, known):
+    if values is not None and not len(values):
+        raise ValueError(f"{name}: expected at least one of {', '.join(known)}")
     for value in values or ():
         if value not in known:
             raise ValueError(f"{name}: {value!r} is none of {', '.join(known)}")
@@ -176,6 +185,16 @@ def _decoder(decode_step):
         return compiled[scale]
 
     return of
+
+
+def _draw(count, seed, limits, fresh, report, over, progress):
+    """Rounds of `count` recipes, each with shapes of its own, until it is over."""
+    for number in itertools.count():
+        pool = deal(report.op, max(count // CASES_A_SHAPE, 6), f"{seed} {number}", **limits)
+        _round(pool, count, f"{seed} {number}", fresh(), report, over, progress)
+        if over():
+            return
+        limits = {**limits, "without": {*limits["without"], "empty"}}  # once is enough
 
 
 def _round(pool, count, seed, trial, report, over, progress):
