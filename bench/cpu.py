@@ -3,12 +3,14 @@
 Every round runs each function once, in turn, so that a drift of the machine hits all alike; medians over the rounds.
 """
 
+import os
 import re
 import statistics
 import subprocess
 import sys
 import time
 from dataclasses import asdict, dataclass
+from importlib.metadata import version
 from pathlib import Path
 
 HEAD_DIM = 64
@@ -26,8 +28,13 @@ class Row:
     against: str | None = None
     against_seconds: float | None = None
 
-    def json(self):
-        return asdict(self)
+    def json(self, rounds):
+        return {**asdict(self), "rounds": rounds, "cores": cores(), "jax": version("jax"), "measured": True}
+
+
+def cores() -> int:
+    """How many this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
 
 
 def run(rounds: int = 5, log=lambda text: None) -> list[Row]:

@@ -25,9 +25,9 @@ def cpu(rounds, as_json):
     rows = bench.run(rounds, log=lambda text: click.echo(text, err=True))
     if as_json:
         for row in rows:
-            click.echo(json.dumps(row.json()))
+            click.echo(json.dumps(row.json(rounds)))
         return
-    click.echo(f"measured on this machine, {os.cpu_count()} cores, medians of {rounds} interleaved runs")
+    click.echo(f"measured on this machine, {bench.cores()} cores, medians of {rounds} interleaved runs")
     for row in rows:
         took = (
             "" if row.seconds is None else f"   {row.seconds:.3f} s against {row.against_seconds:.3f} s, {row.against}"

@@ -20,7 +20,6 @@ _LIBRARIES = {
     "tokenizers": "--tokenizer",
     "rich": "train",
     "matplotlib": "train",
-    "threadpoolctl": "bench",
     "torch": "ringtide.torch",
     "jax-triton": "triton",
     "libtpu": "tpu",
