@@ -1,12 +1,15 @@
 """What must hold of any attention: each property is a generator of claims about one recipe."""
 
 from functools import cached_property
+from typing import ClassVar
 
 import numpy as np
 
 from ringtide.reference.attention import attention, attention_grad, visibility
+from ringtide.testing import trial
 from ringtide.testing.bounds import EXACT, Bound, Claim, epsilon, largest
 from ringtide.testing.cases import MASKS, np_dtype, numbers, segment_ids
+from ringtide.testing.trial import values
 
 QUERY_SIDE, KEY_SIDE = ("q", "dout", "dlse", "q_pos", "q_seg"), ("k", "v", "k_pos", "k_seg")
 QUERY_RESULTS, KEY_RESULTS = ("out", "lse", "dq"), ("dk", "dv")
@@ -113,25 +116,12 @@ def apply(fn):
     return call
 
 
-class Trial:
-    """One recipe, its arrays, truth and bounds, and the results of the function under test."""
-
-    def __init__(self, case, run):
-        self.case, self._run, self.a = case, run, arrays(case)
-
-    def run(self, a, case=None) -> dict:
-        inputs = {name: a[name] for name in ("q", "k", "v", "sinks") if name in a}
-        others = {name: a[name] for name in ("dense", "q_pos", "k_pos", "q_seg", "k_seg") if name in a}
-        outputs, grads = self._run((case or self.case).static, inputs, others, {"out": a["dout"], "lse": a["dlse"]})
-        return outputs | {f"d{name}": x for name, x in (grads or {}).items()}
-
-    @cached_property
-    def got(self):
-        return self.run(self.a)
-
-    @cached_property
-    def truth(self):
-        return solve(self.case, self.a)
+class Trial(trial.Trial):
+    inputs = ("q", "k", "v", "sinks")
+    others = ("dense", "q_pos", "k_pos", "q_seg", "k_seg")
+    cotangents: ClassVar = {"out": "dout", "lse": "dlse"}
+    single = ("lse", "dsinks")
+    arrays, solve = staticmethod(arrays), staticmethod(solve)
 
     @cached_property
     def seen(self):
@@ -160,21 +150,6 @@ class Trial:
             slack = terms[name] * (logit * epsilon(single) / 2 + (epsilon(dtype) if name not in ("out", "dv") else 0))
             bounds[name] = Bound.of(x, rounded, dtype, slack)
         return bounds
-
-    def claim(self, name, got, want=None, where=None, factor=1):
-        """The result `name` equals the truth (or `want`) within its bound."""
-        want = self.truth[name] if want is None else want
-        return Claim(name, got[name], want, self.bounds[name] * factor, where)
-
-
-def values(t):
-    """Values, lse and gradients equal the float64 truth; dtypes and shapes are those of the contract."""
-    dtypes = {name: np_dtype("float32" if name in ("lse", "dsinks") else t.case.dtype) for name in t.got}
-    for name, x in t.got.items():
-        if x.shape != t.truth[name].shape or x.dtype != dtypes[name]:
-            raise AssertionError(f"{name} is {x.dtype} {list(x.shape)}, not {dtypes[name]} {list(t.truth[name].shape)}")
-    for name in t.got:
-        yield t.claim(name, t.got)
 
 
 def orphans(t):

@@ -1,12 +1,15 @@
 """What must hold of any gated linear attention: each property is a generator of claims about one recipe."""
 
 from functools import cached_property
+from typing import ClassVar
 
 import numpy as np
 
 from ringtide.reference.gla import gla, gla_grad
+from ringtide.testing import trial
 from ringtide.testing.bounds import Bound, C, Claim, epsilon, largest
 from ringtide.testing.cases import np_dtype, numbers, segment_ids
+from ringtide.testing.trial import values
 
 TOKENS = ("q", "k", "v", "g", "do", "segments")  # axis 1 is time
 RESETS = (-1e4, -1e6, -3.4e37, -np.inf)
@@ -88,27 +91,18 @@ def apply(fn, final_state=True):
     return call
 
 
-class Trial:
-    """One recipe, its arrays, truth and bounds, and the results of the function under test."""
+class Trial(trial.Trial):
+    inputs = ("q", "k", "v", "g", "h0")
+    others = ("segments",)
+    cotangents: ClassVar = {"o": "do", "hT": "dhT"}
+    single = ("hT", "dg", "dh0")
+    arrays, solve = staticmethod(arrays), staticmethod(solve)
 
     def __init__(self, case, run, decode=None, final_state=True):
-        self.case, self._run, self.decode, self.a = case, run, decode, arrays(case)
+        super().__init__(case, run)
+        self.decode = decode
         if not final_state:
             self.a["dhT"] = np.zeros_like(self.a["dhT"])
-
-    def run(self, a, case=None) -> dict:
-        inputs = {name: a[name] for name in ("q", "k", "v", "g", "h0") if name in a}
-        others = {name: a[name] for name in ("segments",) if name in a}
-        outputs, grads = self._run((case or self.case).static, inputs, others, {"o": a["do"], "hT": a["dhT"]})
-        return outputs | {f"d{name}": x for name, x in (grads or {}).items()}
-
-    @cached_property
-    def got(self):
-        return self.run(self.a)
-
-    @cached_property
-    def truth(self):
-        return solve(self.case, self.a)
 
     @cached_property
     def padding(self):
@@ -122,24 +116,9 @@ class Trial:
         terms = largest(a["q"] * truth["dq"]) + largest(a["k"] * truth["dk"])
         bounds = {}
         for name, x in truth.items():
-            rounded = naive[name] if name in ("hT", "dg", "dh0") else naive[name].astype(low)
+            rounded = naive[name] if name in self.single else naive[name].astype(low)
             bounds[name] = Bound.of(x, rounded, low, epsilon(low) * terms if name == "dg" else 0.0)
         return bounds
-
-    def claim(self, name, got, want=None, where=None, factor=1):
-        """The result `name` equals the truth (or `want`) within its bound."""
-        want = self.truth[name] if want is None else want
-        return Claim(name, got[name], want, self.bounds[name] * factor, where)
-
-
-def values(t):
-    """Values, states and gradients equal the float64 recurrence; dtypes and shapes are those of the contract."""
-    dtypes = {name: np_dtype("float32" if name in ("hT", "dg", "dh0") else t.case.dtype) for name in t.got}
-    for name, x in t.got.items():
-        if x.shape != t.truth[name].shape or x.dtype != dtypes[name]:
-            raise AssertionError(f"{name} is {x.dtype} {list(x.shape)}, not {dtypes[name]} {list(t.truth[name].shape)}")
-    for name in t.got:
-        yield t.claim(name, t.got)
 
 
 def padding(t):
