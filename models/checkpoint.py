@@ -6,6 +6,7 @@
 
 A checkpoint is written under another name and renamed when the manifest is on the disk, so kill -9 leaves it whole or
 not at all. One that was damaged afterwards fails its manifest: it is named and set aside, and the one before is used.
+While none is whole, nothing is set aside: every resume is refused, and none starts at step 0.
 """
 
 import contextlib
@@ -13,6 +14,7 @@ import fcntl
 import hashlib
 import json
 import os
+import re
 import shutil
 from pathlib import Path
 
@@ -29,7 +31,7 @@ def locked(folder: Path):
     with open(folder / ".lock", "a+") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
+        except BlockingIOError:
             file.seek(0)
             raise BadInput(f"--out {folder}: in use by process {file.read().strip() or '?'}") from None
         file.truncate(0)
@@ -113,41 +115,51 @@ def restore(folder: Path, like, warn=print, owner=True):
 
     like: a pytree of jax.ShapeDtypeStruct with shardings. warn: called with a line for each damaged checkpoint. The
     owner of the run also tidies: those are renamed `damaged-...` and deleted once a newer one is saved.
-    Raises BadInput if all of them are damaged.
+    Raises BadInput if all of them are damaged, or if one cannot be read: that says nothing of what it holds.
     """
     import orbax.checkpoint as ocp
 
     for leftover in folder.glob(".saving-*") if owner else ():
         remove(leftover)
-    found = steps(folder)
-    for step in reversed(found):
+    damaged = []
+    for step in reversed(steps(folder)):
         path = folder / f"{_PREFIX}{step:08d}"
         try:
             verify(path)
-        except (ValueError, OSError) as error:
+        except ValueError as error:
             warn(f"checkpoint {path} is damaged ({reason(error)}): using the one before")
-            if owner:
-                remove(path.with_name(f"damaged-{path.name}"))
-                path.rename(path.with_name(f"damaged-{path.name}"))
+            damaged.append(path)
             continue
-        with ocp.Checkpointer(ocp.StandardCheckpointHandler()) as checkpointer:
-            args = ocp.args.StandardRestore(like)
-            return step, checkpointer.restore((path / "state").absolute(), args=args)
-    if found:
+        except OSError as error:
+            raise BadInput(f"checkpoint {path} cannot be read ({reason(error)}): nothing was changed") from None
+        for other in damaged if owner else ():
+            remove(other.with_name(f"damaged-{other.name}"))
+            other.rename(other.with_name(f"damaged-{other.name}"))
+        try:
+            with ocp.Checkpointer(ocp.StandardCheckpointHandler()) as checkpointer:
+                args = ocp.args.StandardRestore(like)
+                return step, checkpointer.restore((path / "state").absolute(), args=args)
+        except ValueError as error:  # whole, but of another model
+            raise BadInput(f"checkpoint {path} does not fit its run.json ({reason(error)})") from None
+    if damaged or any(folder.glob("damaged-*")):
         raise BadInput(f"every checkpoint in {folder} is damaged: start again with another --out")
     return None
 
 
 def verify(path: Path) -> None:
-    """Raises ValueError naming the first file that is not what the manifest says."""
-    manifest = path / "manifest.json"
-    if not manifest.is_file():
-        raise ValueError("manifest.json is missing")
+    """Raises ValueError naming the first file that is not what the manifest says; OSError where one cannot be read."""
     try:
-        want = dict(json.loads(manifest.read_text())["files"])
+        manifest = json.loads((path / "manifest.json").read_bytes())
+        step, want = int(manifest["step"]), dict(manifest["files"])
+    except FileNotFoundError:
+        raise ValueError("manifest.json is missing") from None
     except (ValueError, KeyError, TypeError):
         raise ValueError("manifest.json is not readable") from None
+    if path.name != f"{_PREFIX}{step:08d}":
+        raise ValueError(f"manifest.json is that of step {step}")
     have = _hashes(path / "state")
+    if not have:
+        raise ValueError("state is missing")
     for name in sorted(want.keys() | have.keys()):
         if want.get(name) != have.get(name):
             what = "is missing" if name not in have else "is not in the manifest" if name not in want else "has changed"
@@ -156,7 +168,8 @@ def verify(path: Path) -> None:
 
 def steps(folder: Path) -> list[int]:
     """The steps of the checkpoints, ascending, damaged or not."""
-    return sorted(int(p.name.removeprefix(_PREFIX)) for p in folder.glob(f"{_PREFIX}*"))
+    names = (re.fullmatch(_PREFIX + "([0-9]{8}|[1-9][0-9]{8,})", p.name) for p in folder.glob(f"{_PREFIX}*"))
+    return sorted(int(name[1]) for name in names if name)
 
 
 def reason(error: Exception) -> str:
@@ -169,8 +182,14 @@ def reason(error: Exception) -> str:
 
 
 def _hashes(folder: Path) -> dict[str, str]:
-    files = sorted(p for p in folder.rglob("*") if p.is_file())
-    return {p.relative_to(folder).as_posix(): _hash(p) for p in files}
+    """{name: SHA-256} of every file below. What is there and cannot be read is an OSError: rglob would skip it."""
+
+    def stop(error):
+        if not isinstance(error, FileNotFoundError | NotADirectoryError):
+            raise error
+
+    files = (Path(place, name) for place, _, names in os.walk(folder, onerror=stop) for name in names)
+    return {p.relative_to(folder).as_posix(): _hash(p) for p in sorted(files)}
 
 
 def _hash(path: Path) -> str:
@@ -188,12 +207,14 @@ def _sync(folder: Path) -> None:
 
 
 def remove(path: Path) -> None:
-    """Deletes a file or folder; under another name first, so that a kill in between leaves no half checkpoint."""
-    if path.exists():
+    """Deletes a file or folder; a folder under another name, so that a kill in between leaves no half checkpoint."""
+    if path.is_dir() and not path.is_symlink():
         gone = path.with_name(f".saving-gone-{path.name}")
         shutil.rmtree(gone, ignore_errors=True)
         path.rename(gone)
-        shutil.rmtree(gone) if gone.is_dir() else gone.unlink()
+        shutil.rmtree(gone)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def _reserve(path: Path, size: int) -> None:

@@ -1,7 +1,10 @@
 """Checkpoints are whole or not there, damage is found and named, a folder has one owner."""
 
+import errno
 import json
+import os
 import resource
+import shutil
 
 import jax
 import jax.numpy as jnp
@@ -70,12 +73,66 @@ def test_a_damaged_one_is_named_and_the_one_before_is_used(folder, damage):
     assert not list(folder.glob("damaged-*"))
 
 
-def test_all_damaged_is_an_error_and_deletes_nothing(folder):
+def test_all_damaged_is_an_error_each_time_and_changes_nothing(folder):
     for step in checkpoint.steps(folder):
         flip(big_file(folder, step))
+    before = sorted(folder.rglob("*"))
+    for _ in range(2):
+        with pytest.raises(BadInput, match=r"every checkpoint in .* is damaged"):
+            checkpoint.restore(folder, LIKE, lambda line: None)
+        assert sorted(folder.rglob("*")) == before
+    for step in checkpoint.steps(folder):  # what is set aside was damaged, too
+        (folder / f"step-{step:08d}").rename(folder / f"damaged-step-{step:08d}")
     with pytest.raises(BadInput, match=r"every checkpoint in .* is damaged"):
-        checkpoint.restore(folder, LIKE, lambda line: None)
-    assert len(list(folder.glob("damaged-*"))) == 3
+        checkpoint.restore(folder, LIKE)
+
+
+@pytest.mark.parametrize("code", [errno.EACCES, errno.EIO])
+def test_what_cannot_be_read_is_not_damaged(folder, monkeypatch, code):
+    def fails(*_):
+        raise OSError(code, os.strerror(code))
+
+    for name in ("_hash", "_hashes"):
+        with monkeypatch.context() as patch:
+            patch.setattr(checkpoint, name, fails)
+            with pytest.raises(BadInput, match=rf"step-00000040 cannot be read \(.*{os.strerror(code)}"):
+                checkpoint.restore(folder, LIKE)
+    assert restored(folder) == (40, [])
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (lambda m: m | {"step": 30}, "manifest.json is that of step 30"),
+        (lambda m: m | {"files": []}, "is not in the manifest"),
+        (lambda m: [m], "manifest.json is not readable"),
+    ],
+)
+def test_a_manifest_is_that_of_its_folder(folder, spoil, message):
+    manifest = folder / "step-00000040" / "manifest.json"
+    manifest.write_text(json.dumps(spoil(json.loads(manifest.read_text()))))
+    step, warnings = restored(folder)
+    assert step == 30
+    assert message in warnings[0]
+
+
+def test_a_manifest_of_nothing_is_damaged(folder):
+    shutil.rmtree(folder / "step-00000040" / "state")
+    (folder / "step-00000040" / "manifest.json").write_text('{"step": 40, "files": {}}')
+    step, warnings = restored(folder)
+    assert step == 30
+    assert "state is missing" in warnings[0]
+
+
+def test_other_names_are_no_checkpoints(folder):
+    for name in ("step-00000002.bak", "step-2", "step-", "step-x"):
+        (folder / name).mkdir()
+    assert restored(folder) == (40, [])
+
+
+def test_another_model_is_one_line(folder):
+    with pytest.raises(BadInput, match=r"step-00000040 does not fit its run.json"):
+        checkpoint.restore(folder, LIKE | {"more": LIKE["w"]})
 
 
 def test_what_a_kill_left_behind_is_swept(folder):
