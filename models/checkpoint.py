@@ -40,11 +40,11 @@ def locked(folder: Path):
         yield
 
 
-def write_atomically(path: Path, text: str) -> None:
+def write_atomically(path: Path, content: str | bytes) -> None:
     """The file has its old content or this one, never a part."""
     part = path.with_name(f".{path.name}.part")
-    with open(part, "w") as file:
-        file.write(text)
+    with open(part, "wb") as file:
+        file.write(content.encode() if isinstance(content, str) else content)
         file.flush()
         os.fsync(file.fileno())
     os.replace(part, path)
@@ -54,9 +54,21 @@ def write_atomically(path: Path, text: str) -> None:
 class Metrics:
     """metrics.jsonl: one JSON object a line, each with its "step"."""
 
-    def __init__(self, path: Path, last: int):
-        """Keeps the whole lines up to step `last`: what came after the checkpoint will come again."""
-        self.lines = [line for line in read_metrics(path) if line["step"] <= last]
+    def __init__(self, path: Path, last: int, warn=print):
+        """Keeps the whole lines up to step `last`: what came after the checkpoint will come again.
+
+        A file with damage is kept beside the new one, as metrics.jsonl.damaged. warn: called with one line when steps
+        are missing.
+        """
+        lines, damaged = read_metrics(path)
+        self.lines = [line for line in lines if line["step"] <= last]
+        missing = sorted(set(range(last + 1)) - {line["step"] for line in self.lines})
+        if damaged:
+            write_atomically(path.with_name(f"{path.name}.damaged"), path.read_bytes())
+        if missing or damaged:
+            what = f"{len(missing)} of the steps 0 to {last} are missing, the first is {missing[0]}" if missing else ""
+            kept = f"it is damaged and kept as {path.name}.damaged" if damaged else ""
+            warn(f"{path}: {'; '.join(filter(None, (what, kept)))}")
         write_atomically(path, "".join(json.dumps(line) + "\n" for line in self.lines))
         self._file = open(path, "a")  # noqa: SIM115  open as long as the run
 
@@ -69,15 +81,23 @@ class Metrics:
         os.fsync(self._file.fileno())
 
 
-def read_metrics(path: Path) -> list[dict]:
-    """The lines of a metrics.jsonl; a last one that was cut short is left out."""
-    lines = []
-    for line in path.read_text().splitlines() if path.is_file() else ():
-        try:
-            lines.append(json.loads(line))
-        except ValueError:
-            break
-    return lines
+def read_metrics(path: Path) -> tuple[list[dict], bool]:
+    """(the lines that are whole, whether others are damaged); a last one that a kill cut short is no damage."""
+    if not path.is_file():
+        return [], False
+    *whole, last = path.read_bytes().split(b"\n")
+    lines = [_metric(line) for line in whole]
+    return [line for line in (*lines, _metric(last)) if line], None in lines
+
+
+def _metric(raw: bytes) -> dict | None:
+    """A line of metrics.jsonl, or None when it is none: all that is in one are numbers, "step" an integer."""
+    try:
+        line = json.loads(raw)
+    except (ValueError, RecursionError):
+        return None
+    numbers = isinstance(line, dict) and all(isinstance(x, int | float) for x in line.values())
+    return line if numbers and type(line.get("step")) is int else None
 
 
 def save(folder: Path, step: int, state) -> Path:

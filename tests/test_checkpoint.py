@@ -179,3 +179,32 @@ def test_metrics_go_on_after_the_checkpoint_without_gap_or_copy(tmp_path):
     assert [json.loads(line) for line in path.read_text().splitlines()] == [
         {"step": step, "loss": 1 / (step + 3)} for step in range(5)
     ]
+
+
+@pytest.mark.parametrize(
+    ("bad", "missing"),
+    [
+        (b"\xff\xfe\n", ""),
+        (b"[]\n", ""),
+        (b'{"step": "3"}\n', ""),
+        (b'{"step": 2, "loss": null}\n', ""),
+        (b"[" * 100_000 + b"\n", ""),
+        (b'{"step": 2, "lo#s": 0.5\n', "1 of the steps 0 to 4 are missing, the first is 2; "),
+    ],
+)
+def test_damage_in_the_metrics_is_skipped_kept_and_said(tmp_path, bad, missing):
+    path, warnings = tmp_path / "metrics.jsonl", []
+    lines = [{"step": step, "loss": 0.5} for step in range(5) if not (missing and step == 2)]
+    whole = [json.dumps(line).encode() + b"\n" for line in lines]
+    path.write_bytes(b"".join([*whole[:2], bad, *whole[2:]]))
+    before = path.read_bytes()
+    assert checkpoint.Metrics(path, 4, warnings.append).lines == lines
+    assert warnings == [f"{path}: {missing}it is damaged and kept as metrics.jsonl.damaged"]
+    assert (tmp_path / "metrics.jsonl.damaged").read_bytes() == before
+    assert path.read_bytes() == b"".join(whole)
+
+
+def test_metrics_that_were_deleted_are_said_to_be_missing(tmp_path):
+    warnings = []
+    assert checkpoint.Metrics(tmp_path / "metrics.jsonl", 4, warnings.append).lines == []
+    assert warnings == [f"{tmp_path / 'metrics.jsonl'}: 5 of the steps 0 to 4 are missing, the first is 0"]
