@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import ringtide
-from ringtide.models.rope import Scaling, rope, rotate
+from ringtide.models.rope import Scaling, check_number, rope, rotate
 
 
 @dataclass(frozen=True)
@@ -38,13 +38,17 @@ class Config:
 
     def __post_init__(self):
         for name in ("vocab_size", "layers", "dim", "ff_dim", "heads", "kv_heads", "head_dim"):
-            if not isinstance(value := getattr(self, name), int) or value < 1:
+            if type(value := getattr(self, name)) is not int or value < 1:  # a bool is no number
                 raise ValueError(f"Config: {name} must be an int of at least 1, got {value!r}")
         if self.heads % self.kv_heads or self.head_dim % 2:
             raise ValueError(
                 f"Config: heads must be a multiple of kv_heads and head_dim even, "
                 f"got heads={self.heads}, kv_heads={self.kv_heads}, head_dim={self.head_dim}"
             )
+        check_number("Config", "rope_theta", self.rope_theta, least=1)
+        check_number("Config", "norm_eps", self.norm_eps)
+        if not isinstance(self.tied, bool):
+            raise ValueError(f"Config: tied must be True or False, got {self.tied!r}")
 
 
 PRESETS = {

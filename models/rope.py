@@ -12,7 +12,9 @@ or reorder it into an error. The rest is a turn in units of 2^-32, cut to an eig
 """
 
 import math
+import sys
 from dataclasses import dataclass
+from numbers import Real
 
 import jax.numpy as jnp
 import numpy as np
@@ -26,6 +28,25 @@ class Scaling:
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     original_max_position_embeddings: int = 8192
+
+    def __post_init__(self):
+        check_number("Scaling", "factor", self.factor, least=1)
+        for name in ("low_freq_factor", "high_freq_factor", "original_max_position_embeddings"):
+            check_number("Scaling", name, getattr(self, name))
+        if self.high_freq_factor <= self.low_freq_factor:  # between the two lies the blend
+            raise ValueError(
+                f"Scaling: high_freq_factor must be above low_freq_factor, "
+                f"got {self.high_freq_factor} and {self.low_freq_factor}"
+            )
+
+
+def check_number(owner: str, name: str, value, least=None) -> None:
+    """Raises ValueError unless `value` is a finite number above 0 (or of at least `least`)."""
+    number = isinstance(value, Real) and not isinstance(value, bool)
+    # Against the largest float, not math.isfinite: that overflows on a long int.
+    if not (number and 0 < value <= sys.float_info.max and value >= (least or 0)):
+        want = f"of at least {least}" if least else "above 0"
+        raise ValueError(f"{owner}: {name} must be a finite number {want}, got {value!r}")
 
 
 def inverse_frequencies(head_dim: int, theta: float, scaling: Scaling | None = None) -> np.ndarray:
@@ -44,9 +65,10 @@ def inverse_frequencies(head_dim: int, theta: float, scaling: Scaling | None = N
 
 
 def rope(positions, head_dim: int, theta: float, scaling: Scaling | None = None):
-    """(cos, sin) of the rotary angles, float32 [..., head_dim / 2], within 2e-7 of float64.
+    """(cos, sin) of the rotary angles, float32 [..., head_dim / 2].
 
-    positions: int [...], each in [0, 2^31). head_dim must be even.
+    positions: int [...], each in [0, 2^31). head_dim must be even. Within 2e-7 of float64 up to position 2^24, within
+    1e-6 up to 2^31.
     """
     if head_dim % 2:
         raise ValueError(f"head_dim: rope turns pairs of channels, so it must be even, got {head_dim}")

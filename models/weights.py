@@ -1,16 +1,17 @@
 """Hugging Face's Llama files in and out: config.json, and model.safetensors or its shards with an index.
 
-Only safetensors are read, and an index may only name files beside it: a file from a stranger cannot run code or reach
-outside its folder.
+Only safetensors are read, and an index may only name files beside it: what a file from a stranger says cannot run code
+or reach outside its folder. Symbolic links in the folder are followed: Hugging Face's cache is made of them.
 """
 
 import json
+import math
 import re
 from pathlib import Path
 
 import numpy as np
 
-from ringtide.models import BadInput
+from ringtide.models import BadInput, line
 from ringtide.models.llama import Config, shapes
 from ringtide.models.rope import Scaling
 
@@ -28,6 +29,7 @@ _LAYER = {
 }
 _TOP = {"embed": ("model.embed_tokens", 0), "norm": ("model.norm", 0), "unembed": ("lm_head", 1)}
 _SCALING = tuple(Scaling.__dataclass_fields__)
+_DTYPES = "F64", "F32", "F16", "BF16"
 
 
 def load(folder) -> tuple[dict, Config]:
@@ -40,6 +42,8 @@ def load(folder) -> tuple[dict, Config]:
     files = _files(folder)
     tree = shapes(config)
     used = set()
+    if config.layers > len(files):  # before room is made for them
+        raise BadInput(f"{folder}: config.json says {config.layers} layers, the weights hold {len(files)} tensors")
 
     def read(name, shape, inputs):
         if name not in files:
@@ -51,10 +55,11 @@ def load(folder) -> tuple[dict, Config]:
     params["layers"] = {}
     for key, shape in tree["layers"].items():
         name, inputs = _LAYER[key]
-        stack = np.empty(shape, np.float32)  # filled a layer at a time: no second copy of the model
         for i in range(config.layers):
-            stack[i] = read(f"model.layers.{i}.{name}.weight", shape[1:], inputs)
-        params["layers"][key] = stack
+            w = read(f"model.layers.{i}.{name}.weight", shape[1:], inputs)
+            if i == 0:  # config.json told its true shape: make room for all. Filled in place, no second copy exists
+                stack = params["layers"][key] = np.empty(shape, np.float32)
+            stack[i] = w
     strange = sorted(n for n in set(files) - used if n != "lm_head.weight" and not n.endswith("rotary_emb.inv_freq"))
     if strange:
         raise BadInput(f"{folder}: {strange[0]} ({len(strange)} such) has no place in the Llama of its config.json")
@@ -93,21 +98,26 @@ def config_of(theirs: dict, where="config.json") -> Config:
         if theirs.get(key) not in allowed:
             raise BadInput(f"{where}: {key} is {theirs.get(key)!r}, only {allowed[0]!r} is supported")
     # transformers 5 writes rope_parameters, earlier ones rope_theta and rope_scaling.
-    rope = theirs.get("rope_parameters") or theirs.get("rope_scaling") or {}
-    kind = rope.get("rope_type", rope.get("type", "default"))
+    key = "rope_parameters" if theirs.get("rope_parameters") is not None else "rope_scaling"
+    rope = theirs.get(key)
+    if not isinstance(rope, dict | None):
+        raise BadInput(f"{where}: {key} must be an object or null, got {rope!r}")
+    rope = rope or {}
+    kind = rope.get("rope_type", rope.get("type", None if rope.keys() - {"rope_theta"} else "default"))
     if kind not in ("default", "llama3"):
-        raise BadInput(f"{where}: rope type {kind!r} is not supported, only 'default' and 'llama3'")
+        raise BadInput(f"{where}: rope type {kind!r} in {key} is not supported, only 'default' and 'llama3'")
     try:
         heads, dim = theirs["num_attention_heads"], theirs["hidden_size"]
+        kv_heads, head_dim = theirs.get("num_key_value_heads"), theirs.get("head_dim")
         return Config(
             vocab_size=theirs["vocab_size"],
             layers=theirs["num_hidden_layers"],
             dim=dim,
             ff_dim=theirs["intermediate_size"],
             heads=heads,
-            kv_heads=theirs.get("num_key_value_heads") or heads,
-            head_dim=theirs.get("head_dim") or dim // heads,
-            rope_theta=float(rope.get("rope_theta", theirs.get("rope_theta", 10000.0))),
+            kv_heads=heads if kv_heads is None else kv_heads,
+            head_dim=dim // heads if head_dim is None else head_dim,
+            rope_theta=rope.get("rope_theta", theirs.get("rope_theta", 10000.0)),
             rope_scaling=Scaling(**{key: rope[key] for key in _SCALING}) if kind == "llama3" else None,
             norm_eps=theirs.get("rms_norm_eps", 1e-6),
             tied=theirs.get("tie_word_embeddings", False),
@@ -147,11 +157,13 @@ def _their_config(c: Config) -> dict:
 def _ours(w, shape, inputs, where):
     """Their [outputs, inputs] matrix (or vector, or embedding: inputs = 0) as an array of our shape."""
     split = len(shape) if inputs == 0 else inputs
-    n_in, n_out = int(np.prod(shape[:split])), int(np.prod(shape[split:]))
+    n_in, n_out = math.prod(shape[:split]), math.prod(shape[split:])
     expected = shape if inputs == 0 else (n_out, n_in)
     if tuple(w.shape) != tuple(expected):
         raise BadInput(f"{where} has shape {list(w.shape)}, its config.json says {list(expected)}")
     w = np.asarray(w, np.float32)
+    if not np.isfinite(w).all():
+        raise BadInput(f"{where} holds NaN or infinite weights: take a whole copy of the model")
     return w if inputs == 0 else w.T.reshape(shape)
 
 
@@ -185,6 +197,10 @@ def _tensor(path, name):
     with _open(path) as file:
         if name not in file.keys():  # noqa: SIM118  not a dict
             raise BadInput(f"{path}: holds no {name}, though its index says so")
+        if (dtype := file.get_slice(name).get_dtype()) not in _DTYPES:
+            raise BadInput(
+                f"{path}: {name} holds {dtype}, only {', '.join(_DTYPES)} are read: convert the model to one"
+            )
         return file.get_tensor(name)
 
 
@@ -194,7 +210,7 @@ def _open(path):
     try:
         return safe_open(path, framework="flax")  # jax arrays: NumPy has no bfloat16
     except (SafetensorError, OSError) as error:
-        raise BadInput(f"{path}: not a readable safetensors file ({error})") from None
+        raise BadInput(f"{path}: not a readable safetensors file ({line(error)})") from None
 
 
 def _json(folder, name) -> dict:
@@ -202,9 +218,9 @@ def _json(folder, name) -> dict:
     try:
         content = json.loads(path.read_text())
     except OSError as error:
-        raise BadInput(f"{path}: {error.strerror}") from None
-    except ValueError as error:  # also UnicodeDecodeError
-        raise BadInput(f"{path}: not JSON ({error})") from None
+        raise BadInput(f"{path}: {line(error)}") from None
+    except (ValueError, RecursionError) as error:  # not UTF-8; nested too deep
+        raise BadInput(f"{path}: not JSON ({line(error)})") from None
     if not isinstance(content, dict):
         raise BadInput(f"{path}: expected a JSON object")
     return content

@@ -16,6 +16,7 @@ from safetensors.numpy import load_file, save_file
 from ringtide.models import BadInput, llama, weights
 
 GOLDEN = Path(__file__).parent / "goldens" / "llama"
+LLAMA3 = json.loads((GOLDEN / "config.json").read_text())["rope_parameters"]
 
 
 def logits_of(folder, tokens):
@@ -102,12 +103,22 @@ def foreign(tensors):
     tensors["model.layers.2.mlp.up_proj.weight"] = np.zeros((40, 24), np.float32)
 
 
+def with_norm(value):
+    return lambda tensors: tensors.update({"model.norm.weight": value})
+
+
 @pytest.mark.parametrize(
     ("spoil", "message"),
     [
         (without, r"hold no model\.layers\.1\.mlp\.up_proj\.weight"),
         (cut, r"layers\.1\.self_attn\.k_proj\.weight has shape \[31, 24\], its config\.json says \[32, 24\]"),
         (foreign, r"model\.layers\.2\.mlp\.up_proj\.weight .* no place"),
+        (with_norm(np.ones(24, np.int64)), r"model\.norm\.weight holds I64, only F64, F32, F16, BF16 are read"),
+        (with_norm(np.ones(24, bool)), r"model\.norm\.weight holds BOOL, only"),
+        (with_norm(np.ones(24, np.complex64)), r"model\.norm\.weight holds C64, only"),
+        (with_norm(np.ones(24, jnp.float8_e4m3fn)), r"model\.norm\.weight holds F8_E4M3, only"),
+        (with_norm(np.full(24, np.nan, np.float32)), r"model\.norm\.weight holds NaN or infinite weights"),
+        (with_norm(np.full(24, -np.inf, np.float16)), r"model\.norm\.weight holds NaN or infinite weights"),
     ],
 )
 def test_wrong_tensors_are_named(folder, spoil, message):
@@ -127,6 +138,22 @@ def test_wrong_tensors_are_named(folder, spoil, message):
         ({"rope_parameters": {"rope_type": "llama3"}}, "the key 'factor' is missing"),
         ({"hidden_size": None}, "dim must be an int of at least 1, got None"),
         ({"num_key_value_heads": 5}, "heads must be a multiple of kv_heads"),
+        ({"num_key_value_heads": 0}, "kv_heads must be an int of at least 1, got 0"),
+        ({"num_hidden_layers": True}, "layers must be an int of at least 1, got True"),
+        ({"num_hidden_layers": 10**12}, "says 1000000000000 layers, the weights hold 21 tensors"),
+        ({"intermediate_size": 10**30}, r"layers\.0\.mlp\.gate_proj\.weight has shape \[40, 24\]"),
+        ({"rope_parameters": None, "rope_theta": 0}, "rope_theta must be a finite number of at least 1, got 0"),
+        ({"rope_parameters": None, "rope_theta": -1}, "rope_theta must .*, got -1"),
+        ({"rope_parameters": None, "rope_theta": 10**400}, "rope_theta must be a finite number"),
+        ({"rope_parameters": None, "rope_scaling": "llama3"}, "rope_scaling must be an object or null, got 'llama3'"),
+        ({"rope_parameters": None, "rope_scaling": {"factor": 8.0}}, "rope type None in rope_scaling"),
+        ({"rope_parameters": LLAMA3 | {"factor": "8"}}, "factor must be a finite number of at least 1, got '8'"),
+        ({"rope_parameters": LLAMA3 | {"factor": 0}}, "factor must be .* got 0"),
+        ({"rope_parameters": LLAMA3 | {"high_freq_factor": 1.0}}, "high_freq_factor must be above low_freq_factor"),
+        ({"rms_norm_eps": "x"}, "norm_eps must be a finite number above 0, got 'x'"),
+        ({"rms_norm_eps": None}, "norm_eps must be a finite number above 0, got None"),
+        ({"rms_norm_eps": float("nan")}, "norm_eps must .* got nan"),
+        ({"tie_word_embeddings": "no"}, "tied must be True or False, got 'no'"),
     ],
 )
 def test_unsupported_configs_are_named(folder, changes, message):
@@ -146,6 +173,9 @@ def test_broken_files_are_named(folder):
         weights.load(folder)
     (folder / "config.json").write_text("{")
     with pytest.raises(BadInput, match=r"config\.json: not JSON"):
+        weights.load(folder)
+    (folder / "config.json").write_text("[" * 100_000)
+    with pytest.raises(BadInput, match=r"config\.json: not JSON \(maximum recursion depth"):
         weights.load(folder)
     with pytest.raises(BadInput, match="No such file"):
         weights.load(folder / "nowhere")
