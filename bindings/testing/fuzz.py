@@ -13,7 +13,7 @@ from ringtide.testing import attention, gla
 from ringtide.testing.cases import FEATURES, MASKS, RECIPES, deal, parse, simpler, strategy, turns
 from ringtide.testing.run import keywords_missing, runner
 
-NEAR = 0.5  # an error over bound from which a recipe is worth staying close to; steering costs variety
+NEAR = 0.5  # error over bound of the naive computation: from there on hypothesis steers, which costs variety
 CASES_A_SHAPE = 20  # recipes that share a compiled shape: compiling is what takes the time
 
 
