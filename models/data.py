@@ -9,16 +9,19 @@ a .npy file               as they are, memory-mapped                    the last
 """
 
 import hashlib
+import os
+import stat
 import sysconfig
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
-from ringtide.models import BadInput
+from ringtide.models import BadInput, line
 
 _ONE_IN = 20  # files, or tokens, held out
 _END = 0  # NUL ends a document among bytes: text holds none
+_LARGEST = 16 << 30  # bytes of one text file: it is read into memory whole, a .npy is not
 
 
 @dataclass(frozen=True)
@@ -29,7 +32,7 @@ class Data:
     held_out: np.ndarray
     vocab_size: int
     fingerprint: str
-    skipped: tuple[str, ...] = field(default=())
+    skipped: tuple[str, ...] = ()
 
     def batch(self, seed: int, step: int, batch: int, seq: int):
         """(tokens, targets), int32 [batch, seq] each: windows of the training tokens, targets one token later."""
@@ -46,12 +49,13 @@ class Data:
 def load(source: Path | str | None, seq: int, tokenizer: Path | str | None = None) -> Data:
     """Reads `source` (see the module). Raises BadInput, one line, when it cannot give windows of seq + 1 tokens."""
     source = Path(source) if source is not None else None
-    if source is not None and not source.exists():
-        raise BadInput(f"--data {source}: no such file or folder")
-    if source is not None and source.is_file():
+    mode = None if source is None else _mode(source, f"--data {source}", "no such file or folder")
+    if mode is None or stat.S_ISDIR(mode):
+        data = _from_folder(source, tokenizer)
+    elif stat.S_ISREG(mode):
         data = _from_npy(source, tokenizer) if source.suffix == ".npy" else _from_file(source, tokenizer)
     else:
-        data = _from_folder(source, tokenizer)
+        raise BadInput(f"--data {source}: neither a file nor a folder: copy what it gives into a file")
     where = source or "(the standard library)"
     for name, tokens in (("training", data.train), ("held-out", data.held_out)):
         if len(tokens) < seq + 1:
@@ -75,12 +79,18 @@ def load_tokenizer(path):
     """A tokenizers.Tokenizer from a tokenizer.json."""
     from tokenizers import Tokenizer
 
-    if not Path(path).is_file():
-        raise BadInput(f"--tokenizer {path}: no such file")
+    if not stat.S_ISREG(_mode(Path(path), f"--tokenizer {path}", "no such file")):
+        raise BadInput(f"--tokenizer {path}: not a file: give the path of a tokenizer.json")
     try:
-        return Tokenizer.from_file(str(path))
+        tokenizer = Tokenizer.from_file(str(path))
     except Exception as error:  # the library raises bare Exception
-        raise BadInput(f"--tokenizer {path}: not a tokenizer.json ({_line(error)})") from None
+        raise BadInput(f"--tokenizer {path}: not a tokenizer.json ({line(error)})") from None
+    if not tokenizer.get_vocab_size():
+        raise BadInput(f"--tokenizer {path}: its vocabulary is empty: train it first")
+    # A file may carry the settings of some earlier use, which would cut every text, or fill it up, in silence.
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer
 
 
 def _encoder(tokenizer):
@@ -98,18 +108,24 @@ def _from_folder(folder, tokenizer) -> Data:
     encode, vocab_size, end = _encoder(tokenizer)
     parts, skipped, digest = {True: [], False: []}, [], hashlib.sha256()
     root = folder or Path(sysconfig.get_path("stdlib"))
-    files = sorted(_standard_library(root) if folder is None else _visible(root))
+
+    def skip(path, error):  # names need not be UTF-8, messages must
+        name = os.fsencode(os.path.relpath(path, root)).decode(errors="backslashreplace")
+        skipped.append(f"{name}: {line(error)}")
+
+    unreadable = lambda error: skip(error.filename, error)
+    files = sorted(_standard_library(root) if folder is None else _visible(root, unreadable))
     for path in files:
-        name = path.relative_to(root).as_posix()
+        name = os.fsencode(path.relative_to(root).as_posix())
         try:
-            text = _text(path) if path.stat().st_size else ""
+            text = _text(path) if path.stat().st_size else ""  # a pipe has size 0 too: never opened
         except (BadInput, OSError) as error:
-            skipped.append(f"{name}: {_line(error)}")
+            skip(path, error)
             continue
         if not text:
             continue
-        digest.update(f"{name}\0{hashlib.sha256(text.encode()).hexdigest()}\n".encode())
-        held = hashlib.sha256(name.encode()).digest()[0] % _ONE_IN == 0
+        digest.update(b"%s\0%s\n" % (name, hashlib.sha256(text.encode()).hexdigest().encode()))
+        held = hashlib.sha256(name).digest()[0] % _ONE_IN == 0
         parts[held] += [encode(text), np.array([] if end is None else [end], np.uint8)]
     if not parts[True] and not parts[False]:
         why = f" ({len(skipped)} files, none of them text; the first is {skipped[0]})" if skipped else " (no files)"
@@ -124,18 +140,16 @@ def _from_file(path, tokenizer) -> Data:
     encode, vocab_size, _ = _encoder(tokenizer)
     try:
         text = _text(path)
-    except BadInput as error:
-        raise BadInput(f"--data {path}: {error}") from None
-    except OSError as error:
-        raise BadInput(f"--data {path}: {error.strerror}") from None
+    except (BadInput, OSError) as error:
+        raise BadInput(f"--data {path}: {line(error)}") from None
     return Data(*_split(encode(text)), vocab_size, hashlib.sha256(text.encode()).hexdigest())
 
 
 def _from_npy(path, tokenizer) -> Data:
     try:
-        tokens = np.load(path, mmap_mode="r", allow_pickle=False)
-    except (ValueError, OSError, EOFError) as error:
-        raise BadInput(f"--data {path}: not a readable .npy ({_line(error)})") from None
+        tokens = np.lib.format.open_memmap(path, mode="r")  # not np.load: that takes archives and pickles too
+    except Exception as error:  # a broken header raises almost anything
+        raise BadInput(f"--data {path}: not a readable .npy ({line(error)})") from None
     if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
         raise BadInput(f"--data {path}: expected integer tokens [T], got {tokens.dtype} {list(tokens.shape)}")
     if not len(tokens):
@@ -147,12 +161,16 @@ def _from_npy(path, tokenizer) -> Data:
         low, high = min(low, int(piece.min())), max(high, int(piece.max()))
         digest.update(piece)
     vocab_size = _encoder(tokenizer)[1] if tokenizer is not None else high + 1
-    if low < 0 or high >= min(vocab_size, 1 << 31):
+    if high >= 1 << 31:
+        raise BadInput(f"--data {path}: holds token {high}, a token must be below 2^31 = {1 << 31}")
+    if low < 0 or high >= vocab_size:
         raise BadInput(f"--data {path}: tokens lie in [{low}, {high}], outside the vocabulary of {vocab_size}")
     return Data(*_split(tokens), vocab_size, digest.hexdigest())
 
 
 def _text(path) -> str:
+    if (size := path.stat().st_size) > _LARGEST:
+        raise BadInput(f"{size:,} bytes, more than {_LARGEST >> 30} GiB: turn it into a .npy of tokens")
     raw = path.read_bytes()
     if not raw:
         raise BadInput("the file is empty")
@@ -164,9 +182,21 @@ def _text(path) -> str:
         raise BadInput(f"not UTF-8 text: byte 0x{raw[error.start]:02x} at {error.start}") from None
 
 
-def _visible(root):
-    """The files of a folder, without hidden files and folders."""
-    return (p for p in root.rglob("*") if p.is_file() and not any(s.startswith(".") for s in p.relative_to(root).parts))
+def _mode(path, where, missing) -> int:
+    """What kind of thing lies at `path`: the st_mode of stat."""
+    try:
+        return path.stat().st_mode
+    except (FileNotFoundError, NotADirectoryError):
+        raise BadInput(f"{where}: {missing}") from None
+    except (OSError, ValueError) as error:  # ValueError: a NUL in the name
+        raise BadInput(f"{where}: {line(error)}") from None
+
+
+def _visible(root, unreadable):
+    """What a folder holds, without hidden files and folders. `unreadable` is told of folders that cannot be listed."""
+    for folder, folders, names in os.walk(root, onerror=unreadable):
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        yield from (Path(folder, name) for name in names if not name.startswith("."))
 
 
 def _standard_library(root):
@@ -190,7 +220,3 @@ def _entropy(symbols) -> float:
     counts = np.unique(symbols, return_counts=True)[1]
     p = counts / counts.sum()
     return float(-(p * np.log(p)).sum())
-
-
-def _line(error) -> str:
-    return str(error).strip().partition("\n")[0] or type(error).__name__

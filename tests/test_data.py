@@ -1,6 +1,8 @@
 """Data: exact resume by construction, honest entropies, and one clear line for every bad input."""
 
 import json
+import os
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -72,6 +74,7 @@ def test_tokens_from_npy(tmp_path):
         (np.zeros((10, 10), int), r"expected integer tokens \[T\], got int64 \[10, 10\]"),
         (np.zeros(0, int), "holds no tokens"),
         (np.arange(-1, 99), r"tokens lie in \[-1, 98\], outside the vocabulary"),
+        (np.array([2**32 - 1] * 100, np.uint32), r"holds token 4294967295, a token must be below 2\^31"),
         (np.array([object()]), "not a readable .npy"),
     ],
 )
@@ -79,6 +82,19 @@ def test_bad_npy_is_named(tmp_path, array, message):
     np.save(tmp_path / "t.npy", array, allow_pickle=True)
     with pytest.raises(BadInput, match=message):
         data.load(tmp_path / "t.npy", 16)
+
+
+@pytest.mark.parametrize("content", [b"some text", b"", "archive", "half an archive", b"\x93NUMPY\x01\x00\x03\x00((("])
+def test_what_is_no_npy_is_named(tmp_path, content):
+    if isinstance(content, str):
+        np.savez(tmp_path / "a.npz", np.arange(100))
+        archive = (tmp_path / "a.npz").read_bytes()
+        content = archive if content == "archive" else archive[:100]
+    (tmp_path / "t.npy").write_bytes(content)
+    with pytest.raises(BadInput, match=r"t\.npy: not a readable \.npy \(") as caught:
+        data.load(tmp_path / "t.npy", 16)
+    assert "\n" not in str(caught.value)
+    assert "pickle" not in str(caught.value)
 
 
 def test_a_tokenizer_of_the_tokenizers_library(tmp_path):
@@ -95,6 +111,29 @@ def test_a_tokenizer_of_the_tokenizers_library(tmp_path):
         data.load(tmp_path / "a.txt", 16, tmp_path / "bad.json")
     with pytest.raises(BadInput, match="no such file"):
         data.load(tmp_path / "a.txt", 16, tmp_path / "none.json")
+    with pytest.raises(BadInput, match=r"not a file: give the path of a tokenizer\.json"):
+        data.load(tmp_path / "a.txt", 16, tmp_path)
+
+
+def test_a_tokenizer_neither_cuts_nor_pads(tmp_path):
+    from tokenizers import Tokenizer
+
+    tokenizer = Tokenizer.from_file(str(make_tokenizer(tmp_path)))
+    tokenizer.enable_truncation(4)
+    tokenizer.enable_padding(length=2048)
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "a.txt").write_text("the cat and the dog " * 100)
+    d = data.load(tmp_path / "a.txt", 16, tmp_path / "tokenizer.json")
+    assert len(d.train) + len(d.held_out) == 500
+
+
+def test_an_empty_tokenizer_is_named(tmp_path):
+    from tokenizers import Tokenizer, models
+
+    Tokenizer(models.BPE()).save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "a.txt").write_text(TEXT)
+    with pytest.raises(BadInput, match=r"tokenizer\.json: its vocabulary is empty: train it first"):
+        data.load(tmp_path / "a.txt", 16, tmp_path / "tokenizer.json")
 
 
 @pytest.mark.parametrize(
@@ -122,6 +161,57 @@ def test_bad_folders_are_named(tmp_path):
     (tmp_path / "x").write_bytes(b"\0")
     with pytest.raises(BadInput, match=r"nothing readable \(1 files, none of them text; the first is x: not text"):
         data.load(tmp_path, 16)
+
+
+def test_names_need_not_be_utf8(tmp_path):
+    for name in (b"a\xff.txt", b"b.txt"):
+        Path(os.fsdecode(bytes(tmp_path) + b"/" + name)).write_text(TEXT)
+    Path(os.fsdecode(bytes(tmp_path) + b"/c\xfe.bin")).write_bytes(b"\0")
+    d = data.load(tmp_path, 16)
+    assert len(d.train) + len(d.held_out) == 2 * len(TEXT) + 2
+    assert d.skipped[0].startswith("c\\xfe.bin: not text")
+
+
+@pytest.mark.parametrize("name", ["x" * 256, "a\0b", "a.txt/b"])
+def test_names_that_cannot_be_are_named(tmp_path, name):
+    (tmp_path / "a.txt").write_text(TEXT)
+    with pytest.raises(BadInput, match=r"^--data .*: (File name too long|embedded null byte|no such file or folder)$"):
+        data.load(tmp_path / name, 16)
+    with pytest.raises(BadInput, match=r"^--tokenizer .*: (File name too long|embedded null byte|no such file)$"):
+        data.load(tmp_path / "a.txt", 16, tmp_path / name)
+
+
+def test_what_may_not_be_read_is_named(tmp_path, monkeypatch):
+    """As for a user who is not root: a folder that cannot be listed, one with r but not x."""
+    for name in ("closed/a.txt", "listed/b.txt", "open/c.txt"):
+        (tmp_path / name).parent.mkdir()
+        (tmp_path / name).write_text(TEXT)
+    scandir, status = os.scandir, Path.stat
+
+    def refuse(path, closed, otherwise):
+        if Path(path).name == closed:
+            raise PermissionError(13, "Permission denied", str(path))
+        return otherwise(path)
+
+    monkeypatch.setattr(os, "scandir", lambda path: refuse(path, "closed", scandir))
+    monkeypatch.setattr(Path, "stat", lambda path, **_: refuse(path, "b.txt", status))
+    d = data.load(tmp_path, 16)
+    assert d.skipped == ("closed: Permission denied", "listed/b.txt: Permission denied")
+    with pytest.raises(BadInput, match=r"b\.txt: Permission denied"):
+        data.load(tmp_path / "listed" / "b.txt", 16)
+
+
+def test_what_is_too_large_or_endless_is_refused(tmp_path):
+    with (tmp_path / "a.txt").open("wb") as file:
+        file.truncate(8 << 40)  # sparse
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(BadInput, match=r"a\.txt: 8,796,093,022,208 bytes, more than 16 GiB: turn it into a \.npy"):
+        data.load(tmp_path / "a.txt", 16)
+    for path in (tmp_path / "pipe", "/dev/zero"):
+        with pytest.raises(BadInput, match="neither a file nor a folder: copy what it gives into a file"):
+            data.load(path, 16)
+    (tmp_path / "b.txt").write_text(TEXT)
+    assert [name.partition(":")[0] for name in data.load(tmp_path, 16).skipped] == ["a.txt"]
 
 
 def make_tokenizer(folder):
