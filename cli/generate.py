@@ -31,8 +31,9 @@ def llama(ckpt, prompt, tokens, temperature, top_k, seed, tokenizer):
         params, config, vocabulary = generate.load(ckpt, tokenizer, lambda line: click.echo(line, err=True))
         ids = vocabulary.encode(prompt)
         text = vocabulary.decoder()
+        stream = generate.stream(params, config, ids, tokens, temperature, top_k, seed)
         click.echo(prompt, nl=False)
-        for token in generate.stream(params, config, ids, tokens, temperature, top_k, seed):
+        for token in stream:
             click.echo(text(token), nl=False)
     except BadInput as error:
         raise click.ClickException(str(error)) from None
