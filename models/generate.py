@@ -128,5 +128,6 @@ def _draw(logits, temperature, top_k, random) -> int:
         return int(logits.argmax())
     if 0 < top_k < len(logits):
         logits = np.where(logits < np.partition(logits, -top_k)[-top_k], -np.inf, logits)
-    p = np.exp((logits - logits.max()) / temperature)
+    with np.errstate(over="ignore"):  # at a tiny temperature: exp(-inf) = 0 is what is meant
+        p = np.exp((logits - logits.max()) / temperature)
     return int(random.choice(len(p), p=p / p.sum()))

@@ -109,6 +109,8 @@ def config_of(theirs: dict, where="config.json") -> Config:
     try:
         heads, dim = theirs["num_attention_heads"], theirs["hidden_size"]
         kv_heads, head_dim = theirs.get("num_key_value_heads"), theirs.get("head_dim")
+        if head_dim is None and type(dim) is type(heads) is int and heads:  # else Config says which of them is wrong
+            head_dim = dim // heads
         return Config(
             vocab_size=theirs["vocab_size"],
             layers=theirs["num_hidden_layers"],
@@ -116,7 +118,7 @@ def config_of(theirs: dict, where="config.json") -> Config:
             ff_dim=theirs["intermediate_size"],
             heads=heads,
             kv_heads=heads if kv_heads is None else kv_heads,
-            head_dim=dim // heads if head_dim is None else head_dim,
+            head_dim=head_dim,
             rope_theta=rope.get("rope_theta", theirs.get("rope_theta", 10000.0)),
             rope_scaling=Scaling(**{key: rope[key] for key in _SCALING}) if kind == "llama3" else None,
             norm_eps=theirs.get("rms_norm_eps", 1e-6),
@@ -124,7 +126,7 @@ def config_of(theirs: dict, where="config.json") -> Config:
         )
     except KeyError as error:
         raise BadInput(f"{where}: the key {error} is missing") from None
-    except (TypeError, ValueError, ZeroDivisionError) as error:
+    except ValueError as error:
         raise BadInput(f"{where}: {error}") from None
 
 

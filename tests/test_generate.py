@@ -56,6 +56,11 @@ def test_logits_that_are_not_finite_are_named():
         next(generate.stream(params, CONFIG, [1], 12))
 
 
+@pytest.mark.filterwarnings("error")
+def test_a_tiny_temperature_draws_the_likeliest():
+    assert generate._draw(np.array([0.0, 2.0, 1.0]), 1e-320, 0, np.random.default_rng(0)) == 1
+
+
 def test_prompts_share_the_compiled_step():
     params = llama.init(0, CONFIG)
     tokens = lambda prompt: list(generate.stream(params, CONFIG, prompt, 12, temperature=0))

@@ -138,6 +138,8 @@ def test_wrong_tensors_are_named(folder, spoil, message):
         ({"rope_parameters": {"rope_type": "llama3"}}, "the key 'factor' is missing"),
         ({"hidden_size": None}, "dim must be an int of at least 1, got None"),
         ({"num_key_value_heads": 5}, "heads must be a multiple of kv_heads"),
+        ({"num_attention_heads": 0, "head_dim": None}, "heads must be an int of at least 1, got 0"),
+        ({"num_attention_heads": "x", "head_dim": None}, "heads must be an int of at least 1, got 'x'"),
         ({"num_key_value_heads": 0}, "kv_heads must be an int of at least 1, got 0"),
         ({"num_hidden_layers": True}, "layers must be an int of at least 1, got True"),
         ({"num_hidden_layers": 10**12}, "says 1000000000000 layers, the weights hold 21 tensors"),
