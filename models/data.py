@@ -128,7 +128,7 @@ def _from_folder(folder, tokenizer) -> Data:
         held = hashlib.sha256(name).digest()[0] % _ONE_IN == 0
         parts[held] += [encode(text), np.array([] if end is None else [end], np.uint8)]
     if not parts[True] and not parts[False]:
-        why = f" ({len(skipped)} files, none of them text; the first is {skipped[0]})" if skipped else " (no files)"
+        why = f" ({len(skipped)} skipped, the first is {skipped[0]})" if skipped else " (no files)"
         raise BadInput(f"--data {root}: nothing readable{why}")
     train, held_out = (np.concatenate(parts[held]) if parts[held] else None for held in (False, True))
     if train is None or held_out is None:  # too few files to spare one

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ringtide.models import BadInput, checkpoint, llama, train, weights
+from ringtide.models import BadInput, checkpoint, line, llama, train, weights
 from ringtide.models.data import load_tokenizer
 
 
@@ -50,8 +50,12 @@ class Tokens:
 def load(folder, tokenizer=None, warn=print):
     """(params, config, Bytes | Tokens) of a run's folder (its last whole checkpoint) or of Hugging Face's format."""
     folder = Path(folder)
+    try:
+        names = os.listdir(folder)
+    except OSError as error:
+        raise BadInput(f"--ckpt {folder}: {line(error)}") from None
     ready = False  # was it trained on ready-made tokens?
-    if (folder / "run.json").is_file():
+    if "run.json" in names:
         settings, config = train.read_run(folder)
         trainer = train.Trainer(config, settings, train.make_mesh(1))
         found = checkpoint.restore(folder / "checkpoints", trainer.like(), warn, owner=False)
@@ -59,11 +63,11 @@ def load(folder, tokenizer=None, warn=print):
             raise BadInput(f"--ckpt {folder}: no checkpoint yet")
         params = found[1]["params"]
         ready = (settings.data or "").endswith(".npy")
-    elif (folder / "config.json").is_file():
+    elif "config.json" in names:
         params, config = weights.load(folder)
     else:
         raise BadInput(f"--ckpt {folder}: neither a run (run.json) nor a model (config.json)")
-    if tokenizer is None and (folder / "tokenizer.json").is_file():
+    if tokenizer is None and "tokenizer.json" in names:
         tokenizer = folder / "tokenizer.json"
     if tokenizer is None and (ready or config.vocab_size != 256):
         raise BadInput(f"--ckpt {folder}: not a model of bytes: pass its --tokenizer tokenizer.json")

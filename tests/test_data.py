@@ -159,7 +159,7 @@ def test_bad_folders_are_named(tmp_path):
     with pytest.raises(BadInput, match=r"nothing readable \(no files\)"):
         data.load(tmp_path, 16)
     (tmp_path / "x").write_bytes(b"\0")
-    with pytest.raises(BadInput, match=r"nothing readable \(1 files, none of them text; the first is x: not text"):
+    with pytest.raises(BadInput, match=r"nothing readable \(1 skipped, the first is x: not text"):
         data.load(tmp_path, 16)
 
 

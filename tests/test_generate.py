@@ -43,6 +43,12 @@ def test_bad_options_are_named(model, tmp_path, monkeypatch, options, message):
     assert said.stdout == ""
 
 
+@pytest.mark.parametrize("name", ["none", "x" * 256])
+def test_folders_that_cannot_be_are_named(tmp_path, name):
+    with pytest.raises(BadInput, match=r"^--ckpt .*: (No such file or directory|File name too long)$"):
+        generate.load(tmp_path / name)
+
+
 def test_a_prompt_that_is_no_text_is_named_with_a_tokenizer_too(tmp_path):
     Tokenizer(models.WordLevel({"a": 0}, unk_token="a")).save(str(tmp_path / "t.json"))
     with pytest.raises(BadInput, match="not UTF-8 text"):
