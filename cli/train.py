@@ -1,5 +1,6 @@
 """`ringtide train`."""
 
+import importlib.util
 import json
 import os
 from pathlib import Path
@@ -14,6 +15,8 @@ def command():
 
 _PATH = click.Path(path_type=Path, resolve_path=True)
 _COUNT = click.IntRange(min=1)
+# Some of it is needed only at the end of a run, which is no time to learn that it is missing.
+_NEEDED = "optax", "orbax.checkpoint", "safetensors", "rich", "matplotlib"
 # Sequence 8,192 over a ring; the shape and the rate that learn most in four minutes on two cores.
 _DEMO = {"seq": 8192, "steps": 50, "lr": 2e-3, "warmup": 5, "val_every": 25, "ckpt_every": 25}
 
@@ -46,15 +49,13 @@ def llama(out, resume, devices, **options):
     Writes metrics.jsonl, checkpoints, loss.png and, at the end, model/ in Hugging Face's format into --out. Ctrl-C
     saves; a run that was killed at any moment goes on with --resume, bitwise as if it had not been.
     """
+    _require(*_NEEDED, *(["tokenizers"] if options["tokenizer"] else []))
     given = {name: str(v) if isinstance(v, Path) else v for name, v in options.items() if v is not None}
     if given.get("demo") and not resume:
         given = _DEMO | given
     devices = devices or (_devices_of(out) if resume else 1)
     _simulate(devices)
-    try:
-        from ringtide.models import BadInput, train
-    except ModuleNotFoundError as error:
-        raise click.ClickException(f"{error.name} is not installed: pip install 'ringtide[models]'") from None
+    from ringtide.models import BadInput, train
 
     with _bar() as (say, progress):
         try:
@@ -71,12 +72,23 @@ def llama(out, resume, devices, **options):
         raise click.ClickException("the model has learnt no more than the frequencies of single tokens")
 
 
+def _require(*modules):
+    for name in modules:
+        try:
+            found = importlib.util.find_spec(name)
+        except ModuleNotFoundError:  # the package that it is in
+            found = None
+        if found is None:
+            raise click.ClickException(f"{name} is not installed: pip install 'ringtide[models]'")
+
+
 def _devices_of(out):
     """How many devices a run was begun on; it is read again, with care, once jax may start."""
     try:
-        return int(json.loads((out / "run.json").read_text())["machine"]["devices"])
+        devices = json.loads((out / "run.json").read_bytes())["machine"]["devices"]
     except (OSError, ValueError, KeyError, TypeError):
         return 1
+    return devices if type(devices) is int and devices > 0 else 1
 
 
 def _simulate(devices):

@@ -188,8 +188,12 @@ def verify(path: Path) -> None:
 
 def steps(folder: Path) -> list[int]:
     """The steps of the checkpoints, ascending, damaged or not."""
-    names = (re.fullmatch(_PREFIX + "([0-9]{8}|[1-9][0-9]{8,})", p.name) for p in folder.glob(f"{_PREFIX}*"))
-    return sorted(int(name[1]) for name in names if name)
+    try:
+        names = os.listdir(folder) if folder.exists() else ()  # glob takes what cannot be read for empty
+    except OSError as error:
+        raise BadInput(f"{folder}: {error.strerror}") from None
+    found = (re.fullmatch(_PREFIX + "([0-9]{8}|[1-9][0-9]{8,})", name) for name in names)
+    return sorted(int(match[1]) for match in found if match)
 
 
 def reason(error: Exception) -> str:

@@ -8,8 +8,10 @@ killed and resumed gives, on the same devices, bitwise the losses of one that wa
 
 import contextlib
 import dataclasses
+import hashlib
 import json
 import math
+import re
 import signal
 import time
 from pathlib import Path
@@ -27,6 +29,7 @@ from ringtide.models import BadInput, checkpoint, llama, weights
 from ringtide.models import data as data_module
 
 AXIS = "context"
+CHOICES = {"preset": tuple(llama.PRESETS), "dtype": ("float32", "bfloat16")}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,10 +53,25 @@ class Settings:
     ckpt_every: int = 100
     demo: bool = False
 
+    def __post_init__(self):
+        for field in dataclasses.fields(self):
+            name, kind, value = field.name, field.type, getattr(self, field.name)
+            if kind is float:
+                fits = type(value) in (int, float) and 0 < value < math.inf
+            elif kind is int:
+                fits = type(value) is int and value >= (0 if name in ("warmup", "seed") else 1)
+            else:
+                fits = isinstance(value, kind) and value in CHOICES.get(name, (value,))
+            if not fits:
+                raise BadInput(f"--{name.replace('_', '-')}: {value!r} is not possible")
+
 
 def make_mesh(devices: int):
     """A ring of the first `devices` devices."""
-    have = jax.devices()
+    try:
+        have = jax.devices()
+    except RuntimeError as error:
+        raise BadInput(f"jax finds no device, see JAX_PLATFORMS ({checkpoint.reason(error)})") from None
     if devices > len(have):
         raise BadInput(f"--devices {devices}: this process has {len(have)} {have[0].platform} device(s)")
     return jax.make_mesh((devices,), (AXIS,), devices=have[:devices], axis_types=(jax.sharding.AxisType.Auto,))
@@ -63,7 +81,8 @@ class Trainer:
     """What a run computes on its mesh: `step`, `gradients` and `evaluate`, on tokens that `place` has laid out."""
 
     def __init__(self, config: llama.Config, settings: Settings, mesh):
-        self.config, self.mesh, self.shards = config, mesh, mesh.size
+        self.config, self.settings, self.shards = config, settings, mesh.size
+        self.whole, self.split = NamedSharding(mesh, P()), NamedSharding(mesh, P(None, AXIS))
         layout = "zigzag" if self.shards > 1 else "contiguous"
         try:
             layouts.check_length(layout, settings.seq, self.shards)
@@ -106,11 +125,8 @@ class Trainer:
     def fresh(self, seed: int, params=None):
         """The state before the first step, on every device: random, or of the given parameters."""
         params = llama.init(seed, self.config) if params is None else params
-        params = self._everywhere(params)
-        return {
-            "params": params,
-            "opt": jax.jit(self.optimizer.init, out_shardings=NamedSharding(self.mesh, P()))(params),
-        }
+        params = jax.device_put(params, self.whole)
+        return {"params": params, "opt": jax.jit(self.optimizer.init, out_shardings=self.whole)(params)}
 
     def like(self):
         """The shapes and shardings of the state, for restoring it."""
@@ -120,21 +136,16 @@ class Trainer:
             is_leaf=lambda x: isinstance(x, tuple),
         )
         state = {"params": params, "opt": jax.eval_shape(self.optimizer.init, params)}
-        whole = NamedSharding(self.mesh, P())
-        return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=whole), state)
+        return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self.whole), state)
 
     def place(self, *rows):
         """Each int [B, T] array in layout order, split over the ring."""
-        split = NamedSharding(self.mesh, P(None, AXIS))
-        return [jax.device_put(np.ascontiguousarray(x[:, self.positions]), split) for x in rows]
+        return [jax.device_put(np.ascontiguousarray(x[:, self.positions]), self.split) for x in rows]
 
     def validate(self, params, windows) -> float:
         """Mean loss over held-out (tokens, targets), int [count, T] each, a window at a time."""
         pairs = zip(*windows, strict=True)
         return float(np.mean([float(self.evaluate(params, *self.place(x[None], y[None]))) for x, y in pairs]))
-
-    def _everywhere(self, tree):
-        return jax.device_put(tree, NamedSharding(self.mesh, P()))
 
 
 def run(out, given: dict, devices: int = 1, resume: bool = False, say=print, progress=None) -> dict:
@@ -143,43 +154,75 @@ def run(out, given: dict, devices: int = 1, resume: bool = False, say=print, pro
     given: the Settings that the user chose; with `resume` they must agree with the run's. say: takes a line of text.
     progress: called with (metrics line, total steps) after each step.
     """
-    out = Path(out)
-    with contextlib.ExitStack() as stack:
-        if resume:
-            if not (out / "run.json").is_file():
-                raise BadInput(f"--resume: no run in {out} (run.json is missing)")
-            stack.enter_context(checkpoint.locked(out))
-            saved = _read_run(out)
-            settings = _agree(saved["settings"], given, out)
-        else:
-            _refuse_used(out, given)
-            settings = Settings(**given)
-        data = data_module.load(settings.data, settings.seq, settings.tokenizer)
-        if data.skipped:
-            say(f"skipped {len(data.skipped)} files that are not text, the first: {data.skipped[0]}")
-        config, params = _model(settings, data.vocab_size)
-        trainer = Trainer(config, settings, make_mesh(devices))
-        here = {"devices": devices, "platform": jax.devices()[0].platform, "jax": jax.__version__}
-        if not resume:  # nothing is written before everything is known to be right
-            stack.enter_context(checkpoint.locked(out))
-            _refuse_used(out, given, replace=True)
-            _write_run(out, settings, config, data, here)
-        elif saved["data_fingerprint"] != data.fingerprint:
+    out, mesh = Path(out), make_mesh(devices)
+    opened = _reopen if resume else _begin
+    try:
+        with opened(out, given, mesh, say) as (trainer, data, params):
+            return _loop(out, trainer, data, params, say, progress)
+    except OSError as error:
+        later = "; go on later with --resume" if (out / "run.json").is_file() else ""
+        raise BadInput(f"{error.filename or out}: {error.strerror or error}{later}") from None
+
+
+@contextlib.contextmanager
+def _begin(out, given, mesh, say):
+    """(Trainer, Data, initial parameters or None) of a new run. Nothing is written before all is known to be right."""
+    _refuse_used(out, given)
+    if "init" in given and "preset" in given:
+        raise BadInput("--preset: the model in --init has its own shape; leave one of the two out")
+    settings = Settings(**given)
+    source = Path(settings.data).resolve() if settings.data else None
+    if source and source.is_dir() and out.resolve().is_relative_to(source):
+        raise BadInput(f"--out {out}: lies in --data {source}, so the run would be its own data; choose another folder")
+    data = _load(settings, settings.tokenizer, say)
+    config, params = _model(settings, data.vocab_size)
+    trainer = Trainer(config, settings, mesh)
+    with checkpoint.locked(out):
+        _refuse_used(out, given, replace=True)
+        _write_run(out, settings, config, data, mesh)
+        yield trainer, data, params
+
+
+@contextlib.contextmanager
+def _reopen(out, given, mesh, say):
+    """(Trainer, Data, None) of the run in `out`, which go by run.json alone: --init may have gone since."""
+    if not (out / "run.json").is_file():
+        raise BadInput(f"--resume: no run in {out} (run.json is missing)")
+    with checkpoint.locked(out):
+        saved, settings, config = _read_run(out)
+        _agree(saved["settings"], given, out)
+        ours = out / "tokenizer.json"
+        tokenizer = ours if settings.tokenizer and ours.is_file() else settings.tokenizer
+        if _sha256(tokenizer) != saved.get("tokenizer_sha256"):
+            raise BadInput(f"--resume: the tokenizer {tokenizer} has changed since the run began")
+        data = _load(settings, tokenizer, say)
+        if saved["data_fingerprint"] != data.fingerprint:
             raise BadInput(f"--resume: the data of {out} has changed since the run began")
-        elif saved["machine"] != here:
+        if saved["machine"] != (here := _machine(mesh)):
             say(f"resumed on {here}, begun on {saved['machine']}: the losses may differ in the last bits")
-        try:
-            return _loop(out, settings, data, trainer, params, say, progress)
-        except OSError as error:
-            raise BadInput(f"{error.filename or out}: {error.strerror or error}; go on later with --resume") from None
+        yield Trainer(config, settings, mesh), data, None
 
 
-def _loop(out, settings, data, trainer, params, say, progress):
-    if settings.tokenizer:
-        checkpoint.write_atomically(out / "tokenizer.json", Path(settings.tokenizer).read_text())
+def _load(settings, tokenizer, say):
+    data = data_module.load(settings.data, settings.seq, tokenizer)
+    if data.skipped:
+        say(f"skipped {len(data.skipped)} files that are not text, the first: {data.skipped[0]}")
+    return data
+
+
+def _loop(out, trainer, data, params, say, progress):
+    settings = trainer.settings
+    if settings.tokenizer and not (out / "tokenizer.json").is_file():
+        checkpoint.write_atomically(out / "tokenizer.json", Path(settings.tokenizer).read_bytes())
     found = checkpoint.restore(out / "checkpoints", trainer.like(), say)
+    if not found:
+        _refuse_lost(out, settings)
+        if settings.init and params is None:  # killed before its first checkpoint
+            config, params = _model(settings, data.vocab_size)
+            if config != trainer.config:
+                raise BadInput(f"--init {settings.init}: has another shape than when the run began")
     start, state = found if found else (0, trainer.fresh(settings.seed, params))
-    metrics = checkpoint.Metrics(out / "metrics.jsonl", start if found else -1)
+    metrics = checkpoint.Metrics(out / "metrics.jsonl", start if found else -1, say)
     windows = data.held_out_windows(settings.val_windows, settings.seq)
     unigram, bigram = data_module.entropies(*windows)
     count = sum(x.size for x in jax.tree.leaves(state["params"]))
@@ -192,8 +235,9 @@ def _loop(out, settings, data, trainer, params, say, progress):
         summary |= ring_equals_single(trainer, settings, state["params"], data)
         say("one step, ring against single device: loss differs by {loss_difference:.1e}, gradients by at most "
             "{gradient_difference:.1e} of the largest".format(**summary))  # fmt: skip
-    if start == 0:
-        metrics.write({"step": 0, "val_loss": trainer.validate(state["params"], windows)})
+    finished = any(line["step"] == settings.steps and "val_loss" in line for line in metrics.lines)
+    if start == 0 or (start == settings.steps and not finished):  # a finished run may have lost its metrics
+        metrics.write({"step": start, "val_loss": trainer.validate(state["params"], windows)})
     with _Stop() as stop:
         for step in range(start, settings.steps):
             began = time.perf_counter()
@@ -245,11 +289,7 @@ def ring_equals_single(trainer, settings, params, data) -> dict:
 
 def read_run(out):
     """(Settings, Config) of a run's folder."""
-    saved = _read_run(Path(out))
-    config = dict(saved["model"])
-    if config["rope_scaling"]:
-        config["rope_scaling"] = llama.Scaling(**config["rope_scaling"])
-    return Settings(**saved["settings"]), llama.Config(**config)
+    return _read_run(Path(out))[1:]
 
 
 def _refuse_used(out, given, replace=False):
@@ -258,34 +298,63 @@ def _refuse_used(out, given, replace=False):
         return
     if not out.is_dir():
         raise BadInput(f"--out {out}: is a file")
-    held = [path for path in out.iterdir() if path.name != ".lock"]
-    demo = given.get("demo") and (out / "run.json").is_file() and _read_run(out)["settings"].get("demo")
+    # What a kill may leave behind is nothing.
+    held = [path for path in out.iterdir() if not re.fullmatch(r"\.lock|\..*\.part|\.saving-gone-.*", path.name)]
+    begun = (out / "run.json").is_file()
+    demo = given.get("demo") and begun and _read_run(out)[1].demo
     if held and not demo:
-        if (out / "run.json").is_file() and not replace:
+        if begun and not replace:
             with checkpoint.locked(out):  # says so if it is in use
                 pass
-        raise BadInput(f"--out {out}: already holds something; go on with --resume, or choose another folder")
-    for path in held if replace else ():
-        checkpoint.remove(path)
+        cure = "go on with --resume, or choose another folder" if begun else "choose another folder"
+        raise BadInput(f"--out {out}: already holds something; {cure}")
+    if replace:  # run.json last: until then it is a demo, which may be replaced
+        for path in sorted(held, key=lambda path: path.name == "run.json"):
+            checkpoint.remove(path)
+
+
+def _refuse_lost(out, settings):
+    """Refuses a run that had a checkpoint and has none: to start at step 0 would delete what is left of it."""
+    last = max((line["step"] for line in checkpoint.read_metrics(out / "metrics.jsonl")[0]), default=0)
+    if last > settings.ckpt_every or (out / "model").exists():
+        raise BadInput(
+            f"{out / 'checkpoints'}: no checkpoint is left, though the run came to step {last}: "
+            "put them back, or start again with another --out"
+        )
 
 
 def _read_run(out):
+    """(what run.json says, Settings, Config). Raises BadInput, one line, whatever is wrong in it."""
     try:
-        saved = json.loads((out / "run.json").read_text())
-        Settings(**saved["settings"]), saved["model"]["rope_scaling"], saved["machine"], saved["data_fingerprint"]
-        return saved
+        saved = json.loads((out / "run.json").read_bytes())
+        model = dict(saved["model"])
+        if model["rope_scaling"] is not None:
+            model["rope_scaling"] = llama.Scaling(**model["rope_scaling"])
+        devices, fingerprint = saved["machine"]["devices"], saved["data_fingerprint"]
+        if type(devices) is not int or devices < 1 or not isinstance(fingerprint, str):
+            raise ValueError(f"devices {devices!r}, data_fingerprint {fingerprint!r}")
+        return saved, Settings(**saved["settings"]), llama.Config(**model)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise BadInput(f"{out / 'run.json'}: not readable ({checkpoint.reason(error)})") from None
 
 
-def _write_run(out, settings, config, data, here):
+def _write_run(out, settings, config, data, mesh):
     content = {
         "settings": dataclasses.asdict(settings),
         "model": dataclasses.asdict(config),
         "data_fingerprint": data.fingerprint,
-        "machine": here,
+        "tokenizer_sha256": _sha256(settings.tokenizer),
+        "machine": _machine(mesh),
     }
     checkpoint.write_atomically(out / "run.json", json.dumps(content, indent=2) + "\n")
+
+
+def _machine(mesh):
+    return {"devices": mesh.size, "platform": jax.devices()[0].platform, "jax": jax.__version__}
+
+
+def _sha256(path):
+    return hashlib.sha256(Path(path).read_bytes()).hexdigest() if path else None
 
 
 def _agree(saved, given, out):
@@ -296,7 +365,6 @@ def _agree(saved, given, out):
                 f"--{option} {value}: the run in {out} has {saved.get(name)}; leave --{option} out to go on, "
                 "or start another --out"
             )
-    return Settings(**saved)
 
 
 def _model(settings, vocab_size):
@@ -318,7 +386,8 @@ def _finish(out, config, params, lines, summary):
     losses = [(line["step"], line["loss"]) for line in lines if "loss" in line]
     held_out = [(line["step"], line["val_loss"]) for line in lines if "val_loss" in line]
     plot(out / "loss.png", losses, held_out, summary)
-    return {"first": held_out[0][1], "last": held_out[-1][1], "picture": str(out / "loss.png")}
+    first = held_out[0][1] if held_out[0][0] == 0 else math.nan  # lost with its line
+    return {"first": first, "last": held_out[-1][1], "picture": str(out / "loss.png")}
 
 
 def plot(path, losses, held_out, summary):

@@ -1,9 +1,11 @@
 """Training end to end, in processes of its own: killed, interrupted, damaged, starved of disk, and resumed."""
 
+import errno
 import json
 import os
 import random
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -16,7 +18,7 @@ import pytest
 from click.testing import CliRunner
 
 from ringtide.cli import main
-from ringtide.models import checkpoint
+from ringtide.models import BadInput, checkpoint, train
 
 TEXT = "".join(f"def f{i}(x):\n    return x * {i * i} + {i % 7}\n\n" for i in range(2000))
 STEPS = 200
@@ -205,6 +207,9 @@ MICRO = ("--preset", "llama-micro", "--seq", 32, "--steps", 4, "--val-every", 2)
         (["--tokenizer", "nowhere"], "nowhere: no such file"),
         (["--init", "nowhere"], "nowhere/config.json: No such file or directory"),
         (["--resume"], "--resume: no run in"),
+        (["--lr", "nan"], "--lr: nan is not possible"),
+        (["--lr", "inf"], "--lr: inf is not possible"),
+        (["--init", "nowhere", "--preset", "llama-tiny"], "leave one of the two out"),
     ],
 )
 def test_bad_options_are_one_line_and_write_nothing(cli, tmp_path, options, message):
@@ -272,13 +277,17 @@ def test_fine_tuning_from_hugging_face_and_generating(cli, tmp_path, text):
     assert texts[0].output == texts[1].output
 
 
-def test_a_tokenizer_goes_with_the_run(cli, tmp_path):
+def save_tokenizer(path, size):
     from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.train_from_iterator([TEXT[:4000]], trainers.BpeTrainer(vocab_size=300, show_progress=False))
-    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    tokenizer.train_from_iterator([TEXT[:4000]], trainers.BpeTrainer(vocab_size=size, show_progress=False))
+    tokenizer.save(str(path))
+
+
+def test_a_tokenizer_goes_with_the_run(cli, tmp_path):
+    save_tokenizer(tmp_path / "tokenizer.json", 300)
     (tmp_path / "a.txt").write_text(TEXT[:20000])
     out = tmp_path / "run"
     options = ["--data", tmp_path / "a.txt", "--tokenizer", tmp_path / "tokenizer.json", *MICRO]
@@ -297,3 +306,154 @@ def test_data_paths_may_be_relative(cli, tmp_path, text, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert Path(json.loads((tmp_path / "run" / "run.json").read_text())["settings"]["data"]) == text.resolve()
     assert cli("train", "llama", "--out", "run", "--resume").exit_code == 0
+
+
+EVERY = ("--ckpt-every", 2)
+
+
+@pytest.fixture(scope="module")
+def done(text, tmp_path_factory):
+    """A finished run of four steps, with checkpoints at 2 and 4, for copying."""
+    out = tmp_path_factory.mktemp("runs") / "done"
+    result = CliRunner().invoke(
+        main, [str(a) for a in ("train", "llama", "--out", out, "--data", text, *MICRO, *EVERY)]
+    )
+    assert result.exit_code == 0, result.output
+    return out
+
+
+@pytest.fixture
+def run(done, tmp_path):
+    return shutil.copytree(done, tmp_path / "run")
+
+
+def contents(folder):
+    return {p: p.read_bytes() for p in folder.rglob("*") if p.is_file() and p.name != ".lock"}
+
+
+@pytest.mark.parametrize("name", ["checkpoints", "checkpoints/*/manifest.json"])
+def test_a_run_whose_checkpoints_are_lost_is_refused_each_time_and_left_alone(cli, run, name):
+    shutil.rmtree(run / "model")  # the metrics alone tell
+    for path in list(run.glob(name)):
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+    before = contents(run)
+    for _ in range(2):
+        message = refused(cli("train", "llama", "--out", run, "--resume"))
+        assert "no checkpoint is left" in message or "is damaged: start again" in message
+        assert contents(run) == before
+
+
+def test_a_run_killed_before_its_first_checkpoint_starts_again(cli, run):
+    before = curve(run)
+    for name in ("checkpoints", "model"):
+        shutil.rmtree(run / name)
+    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in before[:3]))
+    assert cli("train", "llama", "--out", run, "--resume").exit_code == 0
+    assert curve(run) == before
+
+
+def test_a_finished_run_without_its_metrics_is_not_an_error(cli, run):
+    last = curve(run)[-1]["val_loss"]
+    (run / "metrics.jsonl").unlink()
+    result = cli("train", "llama", "--out", run, "--resume")
+    assert result.exit_code == 0
+    assert "5 of the steps 0 to 4 are missing" in result.output
+    assert f"first nan, last {last:.4f}" in result.output
+
+
+def test_a_run_inside_its_data_is_refused(cli, tmp_path):
+    (tmp_path / "a.txt").write_text(TEXT)
+    result = cli("train", "llama", "--out", tmp_path / "runs" / "x", "--data", tmp_path, *MICRO)
+    assert "the run would be its own data" in refused(result)
+    assert not (tmp_path / "runs").exists()
+
+
+def test_an_out_that_cannot_be_written_is_one_line(cli, text):
+    message = refused(cli("train", "llama", "--out", text / "x", "--data", text, *MICRO))
+    assert message == f"Error: {text / 'x'}: Not a directory"
+
+
+def test_a_full_disk_at_the_start_is_one_line(cli, tmp_path, text, monkeypatch):
+    def full(path, content):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+
+    monkeypatch.setattr(checkpoint, "write_atomically", full)
+    message = refused(cli("train", "llama", "--out", tmp_path / "run", "--data", text, *MICRO))
+    assert message == f"Error: {tmp_path / 'run' / 'run.json'}: No space left on device"
+
+
+@pytest.mark.parametrize(
+    ("place", "value"),
+    [
+        (("settings", "preset"), "llama-huge"),
+        (("settings", "seq"), "64"),
+        (("settings", "lr"), float("nan")),
+        (("settings", "depth"), 3),
+        (("model", "depth"), 3),
+        (("model", "layers"), "2"),
+        (("machine", "devices"), "2"),
+        (("machine", "devices"), -1),
+        (("machine",), []),
+    ],
+)
+def test_a_strange_run_json_is_one_line(cli, run, place, value):
+    content = inner = json.loads((run / "run.json").read_text())
+    for name in place[:-1]:
+        inner = inner[name]
+    inner[place[-1]] = value
+    (run / "run.json").write_text(json.dumps(content))
+    assert "run.json: not readable (" in refused(cli("train", "llama", "--out", run, "--resume"))
+
+
+@pytest.mark.parametrize("left", [".run.json.part", ".saving-gone-checkpoints", ".lock"])
+def test_what_a_kill_at_the_start_left_behind_is_no_run(cli, tmp_path, text, left):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / left).write_text("{")
+    assert cli("train", "llama", "--out", tmp_path / "run", "--data", text, *MICRO).exit_code == 0
+
+
+def test_a_demo_is_one_until_all_of_it_is_replaced(tmp_path, done, monkeypatch):
+    demo = shutil.copytree(done, tmp_path / "demo")
+    saved = json.loads((demo / "run.json").read_text())
+    saved["settings"]["demo"] = True
+    (demo / "run.json").write_text(json.dumps(saved))
+    gone = []
+    monkeypatch.setattr(checkpoint, "remove", lambda path: gone.append(path.name))
+    train._refuse_used(demo, {"demo": True}, replace=True)
+    assert gone[-1] == "run.json"
+    assert len(gone) > 3
+
+
+def test_without_run_json_nobody_is_sent_to_resume(cli, run):
+    (run / "run.json").unlink()
+    message = refused(cli("train", "llama", "--out", run, *MICRO))
+    assert message.endswith("already holds something; choose another folder")
+
+
+def test_a_resumed_run_needs_neither_init_nor_the_first_tokenizer_but_the_same(cli, tmp_path, text, run):
+    tokenizer, out = tmp_path / "t.json", tmp_path / "tuned"
+    save_tokenizer(tokenizer, 256)
+    options = ["--data", text, "--init", run / "model", "--tokenizer", tokenizer, *MICRO[2:]]
+    assert cli("train", "llama", "--out", out, *options).exit_code == 0
+    shutil.rmtree(run)
+    tokenizer.unlink()
+    assert cli("train", "llama", "--out", out, "--resume").exit_code == 0
+    save_tokenizer(out / "tokenizer.json", 255)
+    message = refused(cli("train", "llama", "--out", out, "--resume"))
+    assert message.endswith("tokenizer.json has changed since the run began")
+
+
+@pytest.mark.parametrize("name", ["orbax.checkpoint", "safetensors", "rich", "matplotlib", "tokenizers"])
+def test_each_extra_is_asked_for_at_the_start(cli, tmp_path, monkeypatch, name):
+    monkeypatch.setitem(sys.modules, name, None)
+    message = refused(cli("train", "llama", "--out", tmp_path / "run", "--tokenizer", "t.json"))
+    assert message == f"Error: {name} is not installed: pip install 'ringtide[models]'"
+
+
+def test_no_device_is_one_line(monkeypatch):
+    def none():
+        raise RuntimeError("Unable to initialize backend 'bogus':\nBackend 'bogus' is not known")
+
+    monkeypatch.setattr(jax, "devices", none)
+    with pytest.raises(BadInput, match=r"see JAX_PLATFORMS \(Unable to initialize backend 'bogus': Backend"):
+        train.make_mesh(1)
