@@ -25,11 +25,11 @@ from jax.sharding import PartitionSpec as P
 
 import ringtide
 from ringtide.kernels import layouts
-from ringtide.models import BadInput, checkpoint, llama, weights
+from ringtide.models import BadInput, checkpoint, llama, plot, weights
 from ringtide.models import data as data_module
 
 AXIS = "context"
-CHOICES = {"preset": tuple(llama.PRESETS), "dtype": ("float32", "bfloat16")}
+_CHOICES = {"preset": tuple(llama.PRESETS), "dtype": ("float32", "bfloat16")}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,7 +61,7 @@ class Settings:
             elif kind is int:
                 fits = type(value) is int and value >= (0 if name in ("warmup", "seed") else 1)
             else:
-                fits = isinstance(value, kind) and value in CHOICES.get(name, (value,))
+                fits = isinstance(value, kind) and value in _CHOICES.get(name, (value,))
             if not fits:
                 raise BadInput(f"--{name.replace('_', '-')}: {value!r} is not possible")
 
@@ -385,28 +385,9 @@ def _finish(out, config, params, lines, summary):
     weights.save(out / "model", jax.device_get(params), config)
     losses = [(line["step"], line["loss"]) for line in lines if "loss" in line]
     held_out = [(line["step"], line["val_loss"]) for line in lines if "val_loss" in line]
-    plot(out / "loss.png", losses, held_out, summary)
+    plot.curve(out / "loss.png", losses, held_out, summary)
     first = held_out[0][1] if held_out[0][0] == 0 else math.nan  # lost with its line
     return {"first": first, "last": held_out[-1][1], "picture": str(out / "loss.png")}
-
-
-def plot(path, losses, held_out, summary):
-    """The loss curve, beside what the frequencies of tokens and of pairs alone would give."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(8, 5), layout="constrained")
-    axes.plot(*zip(*losses, strict=True), color="#9bb8d3", label="training")
-    axes.plot(*zip(*held_out, strict=True), color="#1f4e79", marker="o", label="held out")
-    for name, style in (("unigram", "--"), ("bigram", ":")):
-        axes.axhline(summary[name], color="#b04a3a", linestyle=style, label=f"{name} entropy of the held-out text")
-    axes.set(xlabel="step", ylabel="loss, nats a token", title=f"{summary['parameters'] / 1e6:.1f} M parameters")
-    axes.legend(frameon=False)
-    axes.spines[["top", "right"]].set_visible(False)
-    figure.savefig(path, dpi=120)
-    pyplot.close(figure)
 
 
 class _Stop:
