@@ -139,11 +139,9 @@ _compiled = jax.jit(_attend, static_argnums=0)  # so that a call outside of jit 
 
 def numbers(query, scale, logits_soft_cap):
     """(scale, soft cap), checked, with the default filled in."""
-    scale = (
-        max(query.shape[-1], 1) ** -0.5
-        if scale is None
-        else checks.number("scale", scale, "multiply query by an array instead")
-    )
+    if scale is None:
+        scale = query.shape[-1] ** -0.5
+    scale = checks.number("scale", scale, "multiply query by an array instead")
     if logits_soft_cap is None:
         return scale, None
     cap = checks.number("logits_soft_cap", logits_soft_cap, "one number serves all heads")
