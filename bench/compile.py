@@ -2,7 +2,7 @@
 
 libtpu reads its flags once, when it is loaded; so a compile with a dump gets a process of its own:
 
-    with dumped("v5p", "ringtide.bench.peers:jax_splash", heads=32, ...) as (facts, folder):
+    with dumped("v5p", "ringtide.bench.peers:jax_splash", {...}) as (facts, folder):
         kernel = schedule.read(folder, ".*splash.*", "v5p")
 
 The child (`python -m ringtide.bench.compile`) takes one JSON object on standard input and prints one. It may be another
@@ -31,16 +31,17 @@ class CompileError(RuntimeError):
 
 
 @contextmanager
-def dumped(chip, build, *, python=None, flags="", **arguments):
-    """Compiles what `build` ("module:function") makes of `arguments`; -> (facts, folder of the dump, deleted at exit).
+def dumped(chip, build, arguments, *, python=None, flags=""):
+    """Compiles what `build` ("module:function") makes of the dict `arguments`.
 
-    The function returns (fn, inputs as ShapeDtypeStructs, facts: a dict that JSON holds). "compile_s"
-    (tracing and lowering too) and "temp_bytes" (HBM beside inputs and outputs) are added. Raises CompileError.
+    Gives (facts, folder of the dump, deleted at exit). The function returns (fn, inputs as ShapeDtypeStructs, facts: a
+    dict that JSON holds); "compile_s" (tracing and lowering too) and "temp_bytes" (HBM beside inputs and outputs) are
+    added. python: another interpreter. flags: more for libtpu. Raises CompileError.
     """
     with tempfile.TemporaryDirectory(prefix="ringtide-schedule-") as folder:
         spec = json.dumps({"chip": chip, "build": build, "arguments": arguments})
         done = subprocess.run(
-            [python or sys.executable, "-m", "ringtide.bench.compile"],
+            [python or sys.executable, "-P", "-m", "ringtide.bench.compile"],
             input=spec,
             env={**os.environ, **_environment(folder, flags)},
             capture_output=True,

@@ -45,19 +45,21 @@ def price(case, impl, python, config=None):
     with dumped(
         case.chip,
         f"ringtide.bench.peers:{impl}_splash",
+        {
+            "pass_": case.pass_,
+            "shape": (case.heads, case.kv_heads, case.seq, case.head_dim),
+            "mask": case.mask,
+            "blocks": (q, k, compute),
+            "options": options,
+        },
         python=python,
         flags="--xla_tpu_scoped_vmem_limit_kib=61440",
-        pass_=case.pass_,
-        shape=(case.heads, case.kv_heads, case.seq, case.head_dim),
-        mask=case.mask,
-        blocks=(q, k, compute),
-        options=options,
     ) as (facts, dump):
         kernel = read(dump, _NAMES[case.pass_], case.chip)
     costs = grid_costs(kernel)
-    whole, part, none = case.tiles(q, k)
+    whole, part, widest = case.tiles(q, k)
     rows = case.seq // (q if case.pass_ == "forward" else k)
-    steps = whole + part + (none if impl == "jax" else 0)  # tokamax's grid is only as long as there are tiles to visit
+    steps = rows * widest if impl == "jax" else whole + part  # jax's grid is a rectangle, tokamax's a list of tiles
     cycles = whole * costs["full"] + part * costs["masked"] + steps * costs["step"] + rows * costs["row"]
     tile = {
         "pairs": q * k,

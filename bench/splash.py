@@ -1,8 +1,10 @@
 """What a splash attention call costs by the compiler's schedule: cases, prices, rows. Predicted, not measured."""
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 from ringtide.bench.chips import CHIPS
+from ringtide.bench.compile import CompileError, dumped
+from ringtide.bench.schedule import read
 from ringtide.kernels.masks import Causal, Chunked, Full, Local, Mask
 
 
@@ -48,11 +50,51 @@ class Case:
         return self.heads * self.pairs * self.flops_a_pair
 
     def tiles(self, q: int, k: int) -> tuple[int, int, int]:
-        """How many q x k tiles a head are seen whole, in part, and not at all."""
-        corners = [(i, j) for i in range(0, self.seq, q) for j in range(0, self.seq, k)]
-        answers = [self.visible.block(i, i + q - 1, j, j + k - 1) for i, j in corners]
-        some, whole = (sum(map(bool, column)) for column in zip(*answers, strict=True))
-        return whole, some - whole, len(corners) - some
+        """How many q x k tiles a head are seen whole, how many in part, and the most seen in one row of tiles.
+
+        A row shares its queries in the forward pass, its keys in the backward pass.
+        """
+        whole, some = 0, {}
+        for i in range(0, self.seq, q):
+            for j in range(0, self.seq, k):
+                seen, all_seen = self.visible.block(i, i + q - 1, j, j + k - 1)
+                in_row = i if self.pass_ == "forward" else j
+                some[in_row] = some.get(in_row, 0) + bool(seen)
+                whole += bool(all_seen)
+        return whole, sum(some.values()) - whole, max(some.values())
+
+
+def price(case, python=None, config=None):
+    """The row of ringtide's call, with the kernel's own block sizes or those of config = (blocks, {})."""
+    name = "splash_forward" if case.pass_ == "forward" else "splash_backward"
+    with dumped(
+        case.chip,
+        "ringtide.bench.splash:kernel_call",
+        {"case": asdict(case), "blocks": config and config[0]},
+        python=python,
+    ) as (facts, dump):
+        kernel = read(dump, f".*{name}.*", case.chip)
+    costs = nested_costs(kernel)
+    q, k, chunk = facts["blocks"]
+    body, width = ("stream", k) if costs["stream"] else ("chunk", chunk)
+    tile = {
+        "pairs": q * width,
+        "cycles": costs[body],
+        "masked": costs["mixed"] and costs["mixed"] * width // chunk,  # of as many pairs
+        "mxu": costs["mxu"][body],
+        "spills": costs["spills"][body],
+    }
+    call = {
+        "cycles": cycles(costs, facts["counts"]) + kernel.root.cycles,
+        "cores": CHIPS[case.chip].cores if kernel.split else 1,
+        "bytes": facts["bytes"],
+    }
+    return row(case, "ringtide", kernel, tile, call, facts, {"blocks": facts["blocks"]})
+
+
+def kernel_call(case, blocks):
+    """What compile.py compiles: (function, inputs, {"blocks", "counts", "bytes"})."""
+    raise CompileError("this release has no Pallas kernel")
 
 
 def nested_costs(kernel):

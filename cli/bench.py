@@ -1,8 +1,13 @@
 """`ringtide bench`: what the kernels cost."""
 
 import json
+import sys
+from importlib.util import find_spec
+from pathlib import Path
 
 import click
+
+_CHIPS = ("v5p", "v6e", "tpu7x")
 
 
 @click.group()
@@ -33,3 +38,95 @@ def cpu(rounds, as_json):
             "" if row.seconds is None else f"   {row.seconds:.3f} s against {row.against_seconds:.3f} s, {row.against}"
         )
         click.echo(f"{row.name:<58} {row.value:6.3f} {row.unit:<5} (aim {row.target}){took}")
+
+
+@command.command()
+@click.option("--chip", "chips", multiple=True, type=click.Choice(_CHIPS), help="Repeat for more.  [default: all]")
+@click.option("--op", type=click.Choice(["splash"]), default="splash", show_default=True)
+@click.option("--shape", "shapes", multiple=True, metavar="KEY=VALUE,...", help="Instead of the table; see above.")
+@click.option("--peers", is_flag=True, help="jax's and tokamax's kernels too, all compiled in one environment.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object a row.")
+@click.option("--plot", type=click.Path(dir_okay=False, path_type=Path), help="Draw the shares into this file.")
+def schedule(chips, op, shapes, peers, as_json, plot):
+    """What the TPU compiler's own schedule says of a kernel. No TPU needed; predicted, not measured.
+
+    Without --shape: the table of docs/schedule.md, or with --plot the cases of its figure. A shape names what differs
+    from head_dim=128,heads=32,kv_heads=8,seq=32768,mask=causal and may say pass=forward or pass=backward; masks are
+    full, causal, local:4096 (keys each query sees) and packed:8 (documents).
+    """
+    from ringtide.bench import table
+
+    chips = chips or _CHIPS
+    cases = table.FIGURE if plot else table.TABLE
+    cases = _shapes(shapes, chips) if shapes else [case for case in cases if case.chip in chips]
+    if plot and find_spec("matplotlib") is None:
+        raise click.ClickException("--plot needs matplotlib: pip install 'ringtide[bench]'")
+    python = _interpreter(peers)
+    if not as_json:
+        click.echo(table.heading(chips))
+    rows, failed = [], 0
+    for row, error in table.prices(cases, table.IMPLS if peers else table.IMPLS[:1], python=python, log=_say):
+        if error:
+            failed += 1
+            _say(error)
+            continue
+        rows.append(row)
+        click.echo(json.dumps(row) if as_json else table.line(row))
+    if plot and rows:
+        from ringtide.bench.plot import shares
+
+        shares(plot, rows)
+        _say(f"drawn: {plot}")
+    if failed:
+        raise click.ClickException(f"{failed} of {failed + len(rows)} rows could not be priced")
+
+
+@command.command()
+@click.argument("op", type=click.Choice(["splash"]))
+@click.option("--chip", type=click.Choice(_CHIPS), default="tpu7x", show_default=True)
+@click.option("--shape", default="", metavar="KEY=VALUE,...", help="As `ringtide bench schedule` takes it.")
+@click.option("--impl", type=click.Choice(["ringtide", "tokamax", "jax"]), default="ringtide", show_default=True)
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object a row.")
+def tune(op, chip, shape, impl, as_json):
+    """Compiles OP with all block sizes that may do, and ranks them by the schedule: share of peak of a whole call."""
+    from ringtide.bench import table
+
+    cases = _shapes([shape], [chip])
+    python = _interpreter(peers=impl != "ringtide")
+    for case in cases:
+        rows = []
+        for row, error in table.prices([case], [impl], table.candidates(case, impl), python, _say):
+            rows.append(row) if row else _say(error)
+        if not rows:
+            raise click.ClickException(f"{case.pass_}: none of the block sizes compiles")
+        if not as_json:
+            click.echo(table.heading([chip]))
+        for row in sorted(rows, key=lambda row: -row["call_share"]):
+            click.echo(json.dumps(row) if as_json else table.line(row))
+
+
+def _say(text):
+    click.echo(text, err=True)
+
+
+def _shapes(texts, chips):
+    from ringtide.bench import table
+
+    try:
+        return table.parse(texts, chips)
+    except ValueError as error:
+        raise click.UsageError(str(error)) from None
+
+
+def _interpreter(peers):
+    """The Python that compiles: with peers, that of the environment that holds them all."""
+    if not peers:
+        if find_spec("libtpu") is None:
+            raise click.ClickException("libtpu, the TPU compiler, is not installed: pip install 'ringtide[tpu]'")
+        return sys.executable
+    from ringtide.bench.peers import python
+
+    try:
+        return python(log=_say)
+    except RuntimeError as error:
+        raise click.ClickException(str(error)) from None

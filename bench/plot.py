@@ -1,0 +1,49 @@
+"""The figure of `ringtide bench schedule --plot`."""
+
+_IMPLS = {"ringtide": "#1f4e79", "tokamax": "#d08a2e", "jax": "#9a9a9a"}
+
+
+def shares(path, rows):
+    """Draws share of peak, forward and backward: bars for the whole call, a mark above each for its full tile.
+
+    rows: as splash.row makes them, of one length and mask.
+    """
+    from matplotlib.figure import Figure
+    from matplotlib.lines import Line2D
+
+    chips = [chip for chip in ("v5p", "v6e", "tpu7x") if any(row["chip"] == chip for row in rows)]
+    dims = sorted({row["head_dim"] for row in rows})
+    impls = [impl for impl in _IMPLS if any(row["impl"] == impl for row in rows)]
+    width = 0.8 / len(impls)
+    figure = Figure(figsize=(1.5 + 3 * len(chips), 5.2), layout="constrained")
+    grid = figure.subplots(2, len(chips), sharey=True, squeeze=False)
+    for axes_row, pass_ in zip(grid, ("forward", "backward"), strict=True):
+        for axes, chip in zip(axes_row, chips, strict=True):
+            for i, impl in enumerate(impls):
+                for row in rows:
+                    if (row["chip"], row["impl"], row["pass"]) != (chip, impl, pass_):
+                        continue
+                    x = dims.index(row["head_dim"]) + (i - (len(impls) - 1) / 2) * width
+                    axes.bar(x, row["call_share"], 0.92 * width, color=_IMPLS[impl])
+                    axes.hlines(row["tile_share"], x - 0.4 * width, x + 0.4 * width, color="black", linewidth=1.5)
+                    axes.text(
+                        x, row["call_share"] - 0.02, f"{row['call_share']:.0%}"[:-1], ha="center", va="top",
+                        fontsize=7, color="white",
+                    )  # fmt: skip
+            axes.set_title(f"{chip}, {pass_}", fontsize=10)
+            axes.set_xticks(range(len(dims)), [f"head_dim {dim}" if dim == dims[0] else str(dim) for dim in dims])
+            axes.set_ylim(0, 1.05)
+            axes.set_yticks([0, 0.25, 0.5, 0.75, 1], ["0", "25 %", "50 %", "75 %", "100 %"])
+            axes.grid(axis="y", color="#dddddd", linewidth=0.6)
+            axes.set_axisbelow(True)
+            axes.spines[["top", "right"]].set_visible(False)
+    handles = [Line2D([], [], color=_IMPLS[impl], linewidth=7, label=f"{impl}, whole call") for impl in impls]
+    handles.append(Line2D([], [], color="black", linewidth=1.5, label="full tile"))
+    figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), frameon=False, fontsize=9)
+    masks = " and ".join(sorted({row["mask"] for row in rows}))
+    seqs = " and ".join(sorted(f"{row['seq']:,}" for row in {row["seq"]: row for row in rows}.values()))
+    figure.suptitle(
+        f"Share of the bf16 peak, {masks} attention over {seqs} tokens (predicted from the compiler's schedule)",
+        fontsize=11,
+    )
+    figure.savefig(path, dpi=150)
