@@ -86,7 +86,10 @@ def _reason(stderr):
     lines = [line.strip() for line in stderr.splitlines() if line.strip()]
     errors = [line for line in lines if re.match(r"[\w.]*(Error|Exception|Refused)\b.*: ", line)]
     line = (errors or lines or ["the compiler was killed (out of memory?)"])[-1]
-    return re.sub(r"^(?:[\w.]*\.)?(?:CompileError|JaxRuntimeError): ", "", line)[:400]
+    frame = (
+        r"^(?:[\w.]*\.)?(?:CompileError|JaxRuntimeError): (?:RESOURCE_EXHAUSTED: XLA:TPU compile permanent error\. )?"
+    )
+    return re.sub(frame, "", line)[:400]
 
 
 def _main():
