@@ -99,7 +99,7 @@ def kernel_call(case, blocks):
 
 def nested_costs(kernel):
     """Cycles of the parts of a kernel like ours: a loop over rows (the grid), in it one over steps (blocks of memory),
-    and in that one over chunks. Bodies are the regions that use the matrix units:
+    and in that one over chunks. Bodies are the branches that use the matrix units:
 
         row     outside the step loop          step    in the step loop, outside bodies and chunk loop
         stream  a whole block, no mask         link    in the chunk loop, outside bodies
@@ -108,12 +108,14 @@ def nested_costs(kernel):
     A body without a region of its own (no chunk loop, say) is None. "mxu" and "spills" are {body: ...}.
     """
     grid = _busiest_loop(kernel.root)
-    step = _busiest_loop(grid)
+    step = grid
+    while (inner := _busiest_loop(step)) and _work(inner) == _work(grid):
+        step = inner  # a loop around the step loop, such as one that tries again, is passed once a row
     links = _busiest_loop(step)
     in_chunks = _bodies(links) if links else []
-    whole = [body for body in _bodies(step) if body not in in_chunks]
+    whole = [body for body in _bodies(step) if not any(body is other for other in in_chunks)]
     bodies = {
-        "stream": max(whole, key=lambda body: body.mxu, default=None),
+        "stream": max(whole, key=_work, default=None),
         "chunk": min(in_chunks, key=lambda body: body.selects, default=None),
         "mixed": max(in_chunks, key=lambda body: body.selects, default=None),
     }
@@ -127,7 +129,7 @@ def nested_costs(kernel):
         "step": outside(step, links, *whole),
         "link": outside(links, *in_chunks) if links else 0,
         **{name: body and body.total for name, body in bodies.items()},
-        "mxu": {name: body and body.mxu for name, body in bodies.items()},
+        "mxu": {name: body and _work(body) for name, body in bodies.items()},
         "spills": {name: body and body.spills for name, body in bodies.items()},
     }
 
@@ -156,15 +158,15 @@ def _bodies(region):
     return [body for child in region.within for body in _bodies(child)]
 
 
-def row(case, impl, kernel, tile, price, facts, config):
+def row(case, impl, kernel, tile, call, facts, config):
     """One line of the table.
 
-    tile: {"pairs", "cycles", "masked", "mxu", "spills"} of a full tile; price: {"cycles" (of all cores together),
-    "cores" (busy), "bytes" (of HBM)} of the call; facts: from the compile.
+    tile: {"pairs", "cycles", "masked", "mxu", "spills"} of a full tile; call: {"cycles" (of all cores together),
+    "cores" (busy), "bytes" (of HBM)}; facts: of the compile.
     """
     chip = CHIPS[case.chip]
-    cycles = price["cycles"] / price["cores"]
-    schedule, memory = cycles / chip.ghz / 1e9, price["bytes"] / chip.hbm
+    cycles = call["cycles"] / call["cores"]
+    schedule, memory = cycles / chip.ghz / 1e9, call["bytes"] / chip.hbm
     seconds = max(schedule * chip.calibration, memory)
     return {
         "op": "splash",
