@@ -10,10 +10,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+from ringtide.bench.case import row
 from ringtide.bench.chips import CHIPS
 from ringtide.bench.compile import CompileError, dumped
 from ringtide.bench.schedule import read
-from ringtide.bench.splash import row
 
 _NAMES = {"forward": r".*splash_m[hq]a_fwd.*", "backward": r".*splash_m[hq]a_(dkv|bwd).*"}  # of the kernels in a dump
 _SCHEDULER = {"use_experimental_scheduler": True}
@@ -32,7 +32,7 @@ CONFIGS = {
 
 
 def price(case, impl, python, config=None):
-    """The row (splash.row) of a peer's call, by config (blocks, options) or the one in CONFIGS.
+    """The row (case.row) of a peer's call, by config (blocks, options) or the one in CONFIGS.
 
     Raises compile.CompileError, also for what there is no configuration for and what the peer has no mask for.
     """

@@ -6,7 +6,7 @@ _IMPLS = {"ringtide": "#1f4e79", "tokamax": "#d08a2e", "jax": "#9a9a9a"}
 def shares(path, rows):
     """Draws share of peak, forward and backward: bars for the whole call, a mark above each for its full tile.
 
-    rows: as splash.row makes them, of one length and mask.
+    rows: as case.row makes them, of one length and mask.
     """
     from matplotlib.figure import Figure
     from matplotlib.lines import Line2D

@@ -1,100 +1,140 @@
-"""What a splash attention call costs by the compiler's schedule: cases, prices, rows. Predicted, not measured."""
+"""What a call of ringtide's splash attention costs by the compiler's schedule: cycles of its parts, times how often
+each of them runs."""
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 
+import numpy as np
+
+from ringtide.bench.case import Case, row
 from ringtide.bench.chips import CHIPS
-from ringtide.bench.compile import CompileError, dumped
+from ringtide.bench.compile import dumped
 from ringtide.bench.schedule import read
-from ringtide.kernels.masks import Causal, Chunked, Full, Local, Mask
-
-
-@dataclass(frozen=True)
-class Case:
-    """One call in bf16, batch 1. A query sees, by `mask`, all keys ("full"), those up to its own ("causal"), the last
-    N of these ("local:N"), or those of its own document of N equal ones ("packed:N")."""
-
-    chip: str
-    pass_: str  # "forward" (with lse) or "backward"
-    head_dim: int = 128
-    heads: int = 32
-    kv_heads: int = 8
-    seq: int = 32768
-    mask: str = "causal"
-
-    @property
-    def visible(self) -> Mask:
-        """The mask; documents of equal length are chunks."""
-        kind, _, n = self.mask.partition(":")
-        if kind == "packed":
-            return Chunked(self.seq // int(n)) & Causal()
-        return {"full": Full, "causal": Causal, "local": lambda: Local(int(n) - 1, 0)}[kind]()
-
-    @property
-    def pairs(self) -> float:
-        """Pairs of query and key that see each other, a head. The diagonal counts half, so that causal is T^2 / 2."""
-        kind, _, n = self.mask.partition(":")
-        if kind == "full":
-            return self.seq**2
-        if kind == "packed":
-            return self.seq**2 / (2 * int(n))
-        width = min(int(n or self.seq), self.seq)
-        return width * (self.seq - width / 2)
-
-    @property
-    def flops_a_pair(self) -> int:
-        """2 matmuls forward, 5 backward."""
-        return (4 if self.pass_ == "forward" else 10) * self.head_dim
-
-    @property
-    def flops(self) -> float:
-        return self.heads * self.pairs * self.flops_a_pair
-
-    def tiles(self, q: int, k: int) -> tuple[int, int, int]:
-        """How many q x k tiles a head are seen whole, how many in part, and the most seen in one row of tiles.
-
-        A row shares its queries in the forward pass, its keys in the backward pass.
-        """
-        whole, some = 0, {}
-        for i in range(0, self.seq, q):
-            for j in range(0, self.seq, k):
-                seen, all_seen = self.visible.block(i, i + q - 1, j, j + k - 1)
-                in_row = i if self.pass_ == "forward" else j
-                some[in_row] = some.get(in_row, 0) + bool(seen)
-                whole += bool(all_seen)
-        return whole, sum(some.values()) - whole, max(some.values())
 
 
 def price(case, python=None, config=None):
-    """The row of ringtide's call, with the kernel's own block sizes or those of config = (blocks, {})."""
-    name = "splash_forward" if case.pass_ == "forward" else "splash_backward"
+    """The row (case.row) of the call, with the kernel's own tiles or config = (rows, keys, chunk, piece), options."""
     with dumped(
         case.chip,
         "ringtide.bench.splash:kernel_call",
-        {"case": asdict(case), "blocks": config and config[0]},
+        {"case": asdict(case), "config": config},
         python=python,
     ) as (facts, dump):
-        kernel = read(dump, f".*{name}.*", case.chip)
-    costs = nested_costs(kernel)
-    q, k, chunk = facts["blocks"]
-    body, width = ("stream", k) if costs["stream"] else ("chunk", chunk)
+        kernel = read(dump, f".*splash_{case.pass_}.*", case.chip)
+    costs, counts = nested_costs(kernel), facts["counts"]
+    rows, keys, chunk, _ = facts["config"]["blocks"]
+    body, width = ("stream", keys) if costs["stream"] else ("chunk", chunk)
     tile = {
-        "pairs": q * width,
+        "pairs": rows * width,
         "cycles": costs[body],
         "masked": costs["mixed"] and costs["mixed"] * width // chunk,  # of as many pairs
         "mxu": costs["mxu"][body],
         "spills": costs["spills"][body],
     }
     call = {
-        "cycles": cycles(costs, facts["counts"]) + kernel.root.cycles,
+        "cycles": cycles(costs, counts) + kernel.root.cycles,
         "cores": CHIPS[case.chip].cores if kernel.split else 1,
         "bytes": facts["bytes"],
     }
-    return row(case, "ringtide", kernel, tile, call, facts, {"blocks": facts["blocks"]})
+    return row(case, "ringtide", kernel, tile, call, facts, facts["config"])
 
 
-def kernel_call(case, blocks):
-    """What compile.py compiles: (function, inputs, {"blocks", "counts", "bytes"})."""
-    raise CompileError("this release has no Pallas kernel")
+def kernel_call(case, config):
+    """What compile.py compiles: (function, inputs, {"config", "counts", "bytes"}); config None: the kernel's own."""
+    import jax
+    import jax.numpy as jnp
+
+    from ringtide.kernels.masks import Causal, Where
+    from ringtide.kernels.pallas import splash, splash_bwd, tiles
+
+    case = Case(**case)
+    forward = case.pass_ == "forward"
+    table = splash.TILES if forward else splash_bwd.TILES
+    name = case.chip.removeprefix("tpu")
+    sizes = tiles.choose(table, name, case.head_dim, jnp.bfloat16)
+    if config:
+        sizes = tiles.Tiles(*config[0], **config[1])
+    shape = lambda heads, *dim, dtype=jnp.bfloat16: jax.ShapeDtypeStruct((1, case.seq, heads, *dim), dtype)
+    q, k = shape(case.heads, case.head_dim), shape(case.kv_heads, case.head_dim)
+    per_row = shape(case.heads, dtype=jnp.float32)
+    kind, _, documents = case.mask.partition(":")
+    segments = np.arange(case.seq, dtype=np.int32)[None] // (case.seq // int(documents)) if kind == "packed" else None
+    options = {
+        "mask": Causal() if kind == "packed" else case.visible,
+        "scale": case.head_dim**-0.5,
+        "sizes": sizes,
+    }
+
+    def call(q, k, v, *rest):
+        where = Where(q_seg=segments, k_seg=segments)
+        return (splash.forward if forward else splash_bwd.backward)(q, k, v, where, *rest, **options)
+
+    cut = tiles.Cut(q, k, k, Where(q_seg=segments, k_seg=segments), options["mask"], sizes, CHIPS[case.chip].cores)
+    counts = {name: n * cut.stacks for name, n in visits(case, cut.span, cut.keys, cut.chunk).items()}
+    facts = {
+        "config": {"blocks": [cut.rows, cut.keys, cut.chunk, cut.piece], **({"fold": True} if sizes.fold else {})},
+        "counts": counts,
+        "bytes": _bytes(case, counts, cut.rows, cut.keys, sizes.fold),
+    }
+    return call, (q, k, k) if forward else (q, k, k, q, per_row, per_row), facts
+
+
+def _bytes(case, counts, rows, keys, fold):
+    """HBM traffic. Forward: q, out, lse a row; k, v a step. Backward: k, v, dk, dv a row; q, q^T, dout, dout^T, dq in
+    float32 in and out, 32 bytes of statistics a step, and with `fold` q once more, in two halves."""
+    token = 2 * case.head_dim
+    if case.pass_ == "forward":
+        return counts["rows"] * rows * (2 * token + 4) + counts["steps"] * keys * 2 * token
+    return counts["rows"] * keys * 4 * token + counts["steps"] * rows * (8 * token + 32 + fold * token)
+
+
+def visits(case, span, keys, chunk):
+    """How often each part of the kernel runs, a stack of heads; for what the parts are see `nested_costs`.
+
+    Forward, each block of `span` queries visits key blocks from the last to the first that it sees something of, and
+    goes chunk by chunk, all of them mixed, until each of its queries has seen a key. Backward, each block of keys
+    visits blocks of queries. A block that is seen whole is streamed; of others, each chunk is taken, taken with a mask
+    ("mixed"), or skipped.
+    """
+    q, k, c = (np.arange(0, n, size) for n, size in ((case.seq, span), (case.seq, keys), (keys, chunk)))
+    forward = case.pass_ == "forward"
+    counts = dict.fromkeys(("rows", "steps", "stream", "chunk", "mixed", "skipped"), 0)
+    for at in q if forward else k:
+        block_q, block_k = (at, k[::-1]) if forward else (q, at)
+        some, whole = _seen(case, block_q, span, block_k, keys)
+        reach = np.flatnonzero(some) if some.any() else np.zeros(1, int)
+        there = slice(reach[0], reach[-1] + 1)
+        chunks = (block_k[there, None] + c[::-1]) if forward else block_k + c
+        some, every = _seen(case, block_q if forward else block_q[there, None], span, chunks, chunk)
+        whole = whole[there]
+        if forward:
+            blind = _blind(case, at + np.arange(span), chunks, chunk)
+            every = every & ~blind
+            whole = whole & ~blind.any(axis=1)
+        counts["rows"] += 1
+        counts["steps"] += len(whole)
+        counts["stream"] += int(whole.sum())
+        counts["chunk"] += int((every & ~whole[:, None]).sum())
+        counts["mixed"] += int((some & ~every & ~whole[:, None]).sum())
+        counts["skipped"] += int((~some & ~whole[:, None]).sum())
+    return counts
+
+
+def _seen(case, q, span, k, width):
+    """(some, every) of tiles of [q, q + span) and [k, k + width)."""
+    some, every = case.visible.block(q, q + span - 1, k, k + width - 1)
+    return some & (k < case.seq), every & (k + width <= case.seq)
+
+
+def _blind(case, queries, chunks, width):
+    """bool like `chunks`, which are in the order of visits: some query has seen nothing before this one."""
+    blind = np.zeros(chunks.shape, bool)
+    unseen = queries < case.seq
+    for i, k in np.ndenumerate(chunks):
+        if not unseen.any():
+            break
+        blind[i] = True
+        unseen = unseen & ~_seen(case, queries, 1, k, width)[0]
+    return blind
 
 
 def nested_costs(kernel):
@@ -156,40 +196,3 @@ def _bodies(region):
     if region.kind != "loop" and region.mxu:
         return [region]
     return [body for child in region.within for body in _bodies(child)]
-
-
-def row(case, impl, kernel, tile, call, facts, config):
-    """One line of the table.
-
-    tile: {"pairs", "cycles", "masked", "mxu", "spills"} of a full tile; call: {"cycles" (of all cores together),
-    "cores" (busy), "bytes" (of HBM)}; facts: of the compile.
-    """
-    chip = CHIPS[case.chip]
-    cycles = call["cycles"] / call["cores"]
-    schedule, memory = cycles / chip.ghz / 1e9, call["bytes"] / chip.hbm
-    seconds = max(schedule * chip.calibration, memory)
-    return {
-        "op": "splash",
-        "chip": case.chip,
-        "impl": impl,
-        "pass": case.pass_,
-        "head_dim": case.head_dim,
-        "seq": case.seq,
-        "mask": case.mask,
-        "tile_cycles": tile["cycles"],
-        "masked_tile_cycles": tile["masked"],
-        "tile_share": tile["pairs"] * case.flops_a_pair / chip.flops_a_cycle / tile["cycles"],
-        "mxu_busy": tile["mxu"] / tile["cycles"],
-        "spills": tile["spills"],
-        "vmem_bytes": kernel.vmem_bytes,
-        "smem_bytes": kernel.smem_bytes,
-        "compile_s": facts["compile_s"],
-        "predicted_ms": 1e3 * seconds,
-        "predicted_tflops": case.flops / seconds / 1e12,
-        "call_share": case.flops / (cycles * chip.flops_a_cycle * chip.cores),
-        "calibration": chip.calibration,
-        "bound": "memory" if memory > schedule * chip.calibration else "schedule",
-        "heads": case.heads,
-        "kv_heads": case.kv_heads,
-        "config": config,
-    }

@@ -3,9 +3,9 @@
 import itertools
 
 from ringtide.bench import peers, splash
+from ringtide.bench.case import Case
 from ringtide.bench.chips import CHIPS
 from ringtide.bench.compile import CompileError
-from ringtide.bench.splash import Case
 
 PASSES = ("forward", "backward")
 IMPLS = ("ringtide", "tokamax", "jax")
@@ -66,16 +66,16 @@ def _check(case):
 
 
 def candidates(case, impl):
-    """Configurations that `tune` tries: (blocks, options) of query, key and key-at-a-time sizes."""
-    sides = [side for side in (512, 1024, 2048, 4096) if side <= case.seq]
-    blocks = [
-        (q, k, compute)
-        for q, k, compute in itertools.product(sides[:3], sides, (256, 512, 1024))
-        if compute <= k and 1 << 20 <= q * k <= 1 << 22
-    ]
-    scheduled = impl == "tokamax" and case.chip != "v5p" and case.pass_ == "forward"
+    """Configurations that `tune` tries: (sizes, options)."""
+    if impl == "ringtide":  # rows, keys, chunk, piece: see kernels/pallas/tiles.py
+        sizes = itertools.product((1024, 2048), (1024, 2048), (256, 512), (512, 1024, 2048))
+        folds = ({}, {"fold": True}) if CHIPS[case.chip].side == 256 and case.head_dim <= 128 else ({},)
+        return [(size, fold) for size in sizes for fold in folds if size[3] <= size[1]]
+    # queries, keys, keys at a time
+    sizes = itertools.product((1024, 2048), (1024, 2048, 4096), (256, 512, 1024))
+    scheduled = impl == "tokamax" and case.pass_ == "forward"
     options = ({}, {"use_experimental_scheduler": True}) if scheduled else ({},)
-    return [(block, option) for block in blocks for option in options]
+    return [(size, option) for size in sizes for option in options if max(size) <= case.seq]
 
 
 def prices(cases, impls, configs=(None,), python=None, log=lambda text: None):

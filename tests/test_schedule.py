@@ -6,13 +6,14 @@ import sys
 from importlib.util import find_spec
 from pathlib import Path
 
+import numpy as np
 import pytest
 from click.testing import CliRunner
 
 from ringtide.bench import compile, peers, splash, table
+from ringtide.bench.case import Case, row
 from ringtide.bench.chips import CHIPS
 from ringtide.bench.schedule import Kernel, Region, read
-from ringtide.bench.splash import Case
 from ringtide.cli import main
 
 DATA = Path(__file__).parent / "data"
@@ -69,8 +70,6 @@ def test_what_does_not_fit_is_refused(tmp_path):
 @pytest.mark.parametrize("mask", ["full", "causal", "local:96", "local:1000", "packed:4"])
 @pytest.mark.parametrize("pass_", ["forward", "backward"])
 def test_tiles_and_pairs(mask, pass_):
-    import numpy as np
-
     case = Case("v5p", pass_, seq=512, mask=mask)
     q = np.arange(512)
     seen = np.broadcast_to(case.visible(q[:, None], q), (512, 512))
@@ -81,22 +80,55 @@ def test_tiles_and_pairs(mask, pass_):
     assert case.pairs == pytest.approx(seen.sum(), rel=0.01)
 
 
+@pytest.mark.parametrize("mask", ["full", "causal", "local:96", "local:300", "packed:4"])
+@pytest.mark.parametrize("pass_", ["forward", "backward"])
+def test_visits_are_what_a_walk_counts(mask, pass_):
+    case, span, keys, chunk = Case("v5p", pass_, seq=1024, mask=mask), 128, 256, 64
+    at = np.arange(1024)
+    seen = np.broadcast_to(case.visible(at[:, None], at), (1024, 1024))
+    counts = dict.fromkeys(("rows", "steps", "stream", "chunk", "mixed", "skipped"), 0)
+    blocks_q, blocks_k = ([range(i, i + n) for i in range(0, 1024, n)] for n in (span, keys))
+    for outer in blocks_q if pass_ == "forward" else blocks_k:
+        pairs = [(outer, k) for k in blocks_k[::-1]] if pass_ == "forward" else [(q, outer) for q in blocks_q]
+        tiles = [seen[np.ix_(q, k)] for q, k in pairs if seen[np.ix_(q, k)].any()]  # of an interval: without gaps
+        counts["rows"] += 1
+        counts["steps"] += len(tiles)
+        ready = np.full(span, pass_ == "backward")
+        for tile in tiles:
+            if tile.all() and ready.all():
+                counts["stream"] += 1
+                continue
+            for c in range(keys - chunk, -1, -chunk):
+                part = tile[:, c : c + chunk]
+                kind = "skipped" if not part.any() else "chunk" if part.all() and ready.all() else "mixed"
+                counts[kind] += 1
+                ready = ready | part.any(axis=1)
+    assert splash.visits(case, span, keys, chunk) == counts
+
+
 def test_a_row_is_the_larger_of_schedule_and_memory():
     case = Case("v5p", "backward", seq=1024)
     kernel = Kernel("", Region("kernel", 0, 1), vmem_bytes=1, smem_bytes=2, split=True)
     tile = {"pairs": 1024 * 512, "cycles": 6000, "masked": 7000, "mxu": 5400, "spills": 3}
     call = {"cycles": 3.5e6, "cores": 2, "bytes": 1e6}
-    row = splash.row(case, "ringtide", kernel, tile, call, {"compile_s": 1.0}, {"blocks": [1024, 512, 256]})
-    assert row["tile_share"] == pytest.approx(10 * 128 * 1024 * 512 / 131072 / 6000)
-    assert row["mxu_busy"] == 0.9
-    assert row["predicted_ms"] == pytest.approx(1.03)  # 1.75e6 cycles of each core at 1.75 GHz, calibrated
-    assert row["call_share"] == pytest.approx(32 * 10 * 128 * 1024**2 / 2 / (3.5e6 * 131072))
-    assert row["predicted_tflops"] * row["predicted_ms"] == pytest.approx(case.flops / 1e9)
-    assert row["bound"] == "schedule"
-    row = splash.row(case, "ringtide", kernel, tile, {**call, "bytes": 2.77e12}, {"compile_s": 1.0}, {})
-    assert (row["bound"], row["predicted_ms"]) == ("memory", 1000)
+    priced = row(case, "ringtide", kernel, tile, call, {"compile_s": 1.0}, {"blocks": [1024, 512, 256]})
+    assert priced["tile_share"] == pytest.approx(10 * 128 * 1024 * 512 / 131072 / 6000)
+    assert priced["mxu_busy"] == 0.9
+    assert priced["predicted_ms"] == pytest.approx(1.03)  # 1.75e6 cycles of each core at 1.75 GHz, calibrated
+    assert priced["call_share"] == pytest.approx(32 * 10 * 128 * 1024**2 / 2 / (3.5e6 * 131072))
+    assert priced["predicted_tflops"] * priced["predicted_ms"] == pytest.approx(case.flops / 1e9)
+    assert priced["bound"] == "schedule"
+    priced = row(case, "ringtide", kernel, tile, {**call, "bytes": 2.77e12}, {"compile_s": 1.0}, {})
+    assert (priced["bound"], priced["predicted_ms"]) == ("memory", 1000)
     issue = "op chip impl pass head_dim seq mask tile_cycles masked_tile_cycles tile_share mxu_busy spills vmem_bytes"
-    assert {*issue.split(), "smem_bytes", "compile_s", "predicted_ms", "predicted_tflops", "call_share"} <= row.keys()
+    assert {
+        *issue.split(),
+        "smem_bytes",
+        "compile_s",
+        "predicted_ms",
+        "predicted_tflops",
+        "call_share",
+    } <= priced.keys()
 
 
 def test_a_peer_has_bodies_ends_of_rows_and_steps():
@@ -170,7 +202,7 @@ def made_up(cases, impls, configs=(None,), python=None, log=None):
         kernel = Kernel("", Region("kernel", 0, 1), 2**20, 2**10, False)
         tile = {"pairs": 2**20, "cycles": 4096 * case.head_dim // 128 + 100 * i, "masked": None, "mxu": 1, "spills": 0}
         call = {"cycles": case.flops / 3e5, "cores": 1, "bytes": 0}
-        yield splash.row(case, impl, kernel, tile, call, {"compile_s": 2.0}, {"blocks": [1024, 1024, 512]}), None
+        yield row(case, impl, kernel, tile, call, {"compile_s": 2.0}, {"blocks": [1024, 1024, 512]}), None
     yield None, "v5p ringtide: too large"
 
 
