@@ -16,18 +16,35 @@ from ringtide.bench.compile import CompileError, dumped
 from ringtide.bench.schedule import read
 
 _NAMES = {"forward": r".*splash_m[hq]a_fwd.*", "backward": r".*splash_m[hq]a_(dkv|bwd).*"}  # of the kernels in a dump
+_PEERS = "tokamax==0.0.17", "jax[tpu]==0.12.0.1"
 _SCHEDULER = {"use_experimental_scheduler": True}
 
 # (impl, pass, chip, head_dim): blocks (query, key, key at a time) and options, the best of those that compile.
 CONFIGS = {
-    ("jax", "forward", "v5p", 128): ((2048, 2048, 512), {}),
-    ("jax", "backward", "v5p", 128): ((1024, 1024, 512), {}),
-    ("tokamax", "forward", "v5p", 128): ((2048, 2048, 256), {}),
-    ("tokamax", "backward", "v5p", 128): ((2048, 2048, 512), {}),
     ("jax", "forward", "tpu7x", 128): ((2048, 2048, 512), {}),
     ("jax", "backward", "tpu7x", 128): ((2048, 2048, 512), {}),
     ("tokamax", "forward", "tpu7x", 128): ((2048, 2048, 512), _SCHEDULER),
     ("tokamax", "backward", "tpu7x", 128): ((2048, 2048, 512), {}),
+    ("jax", "forward", "tpu7x", 256): ((2048, 2048, 512), {}),
+    ("jax", "backward", "tpu7x", 256): ((1024, 2048, 512), {}),
+    ("tokamax", "forward", "tpu7x", 256): ((2048, 2048, 512), _SCHEDULER),
+    ("tokamax", "backward", "tpu7x", 256): ((1024, 2048, 512), {}),
+    ("jax", "forward", "v5p", 128): ((2048, 2048, 512), {}),
+    ("jax", "backward", "v5p", 128): ((1024, 1024, 512), {}),
+    ("tokamax", "forward", "v5p", 128): ((2048, 2048, 256), {}),
+    ("tokamax", "backward", "v5p", 128): ((2048, 2048, 512), {}),
+    ("jax", "forward", "v5p", 256): ((2048, 2048, 512), {}),
+    ("jax", "backward", "v5p", 256): ((1024, 2048, 512), {}),
+    ("tokamax", "forward", "v5p", 256): ((2048, 2048, 512), {}),
+    ("tokamax", "backward", "v5p", 256): ((1024, 1024, 512), {}),
+    ("jax", "forward", "v6e", 128): ((2048, 2048, 1024), {}),
+    ("jax", "backward", "v6e", 128): ((2048, 2048, 512), {}),
+    ("tokamax", "forward", "v6e", 128): ((2048, 2048, 512), _SCHEDULER),
+    ("tokamax", "backward", "v6e", 128): ((2048, 2048, 512), {}),
+    ("jax", "forward", "v6e", 256): ((2048, 2048, 512), {}),
+    ("jax", "backward", "v6e", 256): ((1024, 2048, 512), {}),
+    ("tokamax", "forward", "v6e", 256): ((2048, 2048, 512), _SCHEDULER),
+    ("tokamax", "backward", "v6e", 256): ((1024, 2048, 512), {}),
 }
 
 
@@ -82,6 +99,8 @@ def grid_costs(kernel):
     inner = [region for region in kernel.root.walk() if region is not kernel.root]
     bodies = sorted((region for region in inner if region.mxu > 0), key=lambda region: region.selects)
     ends = [r for r in inner if r.kind == "branch" and not r.mxu and not r.within and r.stores >= 20]
+    if not bodies:
+        raise ValueError(f"{kernel.name}: no branch multiplies matrices")
     return {
         "full": bodies[0].cycles,
         "masked": bodies[-1].cycles,
@@ -166,7 +185,7 @@ def python(folder=Path(".cache/peers"), log=lambda text: None):
     base = _newest_python()
     steps = (
         [base, "-m", "venv", "--clear", folder],
-        [interpreter, "-m", "pip", "install", "--quiet", "tokamax", "jax[tpu]", "-e", source],
+        [interpreter, "-m", "pip", "install", "--quiet", *_PEERS, "-e", source],
     )
     for step in steps:
         done = subprocess.run([str(word) for word in step], capture_output=True, text=True, check=False)

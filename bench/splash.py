@@ -147,8 +147,9 @@ def nested_costs(kernel):
 
     A body without a region of its own (no chunk loop, say) is None. "mxu" and "spills" are {body: ...}.
     """
-    grid = _busiest_loop(kernel.root)
-    step = grid
+    step = grid = _busiest_loop(kernel.root)
+    if not grid:
+        raise ValueError(f"{kernel.name}: no loop multiplies matrices")
     while (inner := _busiest_loop(step)) and _work(inner) == _work(grid):
         step = inner  # a loop around the step loop, such as one that tries again, is passed once a row
     links = _busiest_loop(step)

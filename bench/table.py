@@ -90,7 +90,7 @@ def prices(cases, impls, configs=(None,), python=None, log=lambda text: None):
                 (splash.price(case, python, config) if impl == "ringtide" else peers.price(case, impl, python, config)),
                 None,
             )
-        except CompileError as error:
+        except (CompileError, ValueError) as error:  # or a schedule that the reader does not know
             yield None, f"{what}: {error}"
 
 

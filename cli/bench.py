@@ -59,6 +59,8 @@ def schedule(chips, op, shapes, peers, as_json, plot):
     chips = chips or _CHIPS
     cases = table.FIGURE if plot else table.TABLE
     cases = _shapes(shapes, chips) if shapes else [case for case in cases if case.chip in chips]
+    if plot and (not plot.parent.is_dir() or plot.suffix not in (".png", ".svg", ".pdf")):
+        raise click.UsageError(f"--plot {plot}: expected a .png, .svg or .pdf in a folder that exists")
     if plot and find_spec("matplotlib") is None:
         raise click.ClickException("--plot needs matplotlib: pip install 'ringtide[bench]'")
     python = _interpreter(peers)

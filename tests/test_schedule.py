@@ -46,6 +46,11 @@ def test_the_loops_are_those_of_the_kernel(nested):
     parts = [costs[name] for name in ("row", "step", "link", "stream", "chunk", "mixed")]
     assert sum(parts) + nested.root.cycles == nested.root.total
     assert "loop" in nested.tree()
+    idle = Kernel("idle", Region("kernel", 0, 1), 0, 0, False)
+    with pytest.raises(ValueError, match="idle: no loop multiplies"):
+        splash.nested_costs(idle)
+    with pytest.raises(ValueError, match="idle: no branch multiplies"):
+        peers.grid_costs(idle)
 
 
 def test_a_call_is_counts_times_costs():
@@ -180,6 +185,13 @@ def test_a_wrong_shape_is_one_line(shape, said):
     result = CliRunner().invoke(main, ["bench", "schedule", "--shape", shape])
     assert result.exit_code == 2
     assert said in result.stderr.splitlines()[-1]
+
+
+def test_a_figure_that_cannot_be_written_is_one_line(tmp_path):
+    for name in ("no/folder.png", "figure.doc"):
+        result = CliRunner().invoke(main, ["bench", "schedule", "--plot", str(tmp_path / name)])
+        assert result.exit_code == 2
+        assert "expected a .png, .svg or .pdf in a folder that exists" in result.stderr
 
 
 @pytest.mark.parametrize("argv", [["schedule"], ["tune", "splash"]])
