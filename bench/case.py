@@ -47,6 +47,11 @@ class Case:
     def flops(self) -> float:
         return self.heads * self.pairs * self.flops_a_pair
 
+    @property
+    def token_bytes(self) -> int:
+        """Of q, k, v or out, a head, in HBM: 128 elements at a time."""
+        return 2 * -(-self.head_dim // 128) * 128
+
     def tiles(self, q: int, k: int) -> tuple[int, int, int]:
         """How many q x k tiles a head are seen whole, how many in part, and the most seen in one row of tiles.
 

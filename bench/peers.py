@@ -113,7 +113,7 @@ def grid_costs(kernel):
 
 def _bytes(case, rows, steps, q, k):
     """HBM traffic a head. Forward: q, out a row; k, v a step. Backward: k, v, dk, dv a row; q, dout, dq a step."""
-    token = 2 * case.head_dim
+    token = case.token_bytes
     if case.pass_ == "forward":
         return rows * q * 2 * token + steps * k * 2 * token
     return rows * k * 4 * token + steps * q * 3 * token

@@ -9,6 +9,7 @@ from ringtide.bench.case import Case, row
 from ringtide.bench.chips import CHIPS
 from ringtide.bench.compile import dumped
 from ringtide.bench.schedule import read
+from ringtide.kernels.masks import Causal, Where
 
 
 def price(case, python=None, config=None):
@@ -43,45 +44,46 @@ def kernel_call(case, config):
     import jax
     import jax.numpy as jnp
 
-    from ringtide.kernels.masks import Causal, Where
     from ringtide.kernels.pallas import splash, splash_bwd, tiles
 
     case = Case(**case)
-    forward = case.pass_ == "forward"
-    table = splash.TILES if forward else splash_bwd.TILES
-    name = case.chip.removeprefix("tpu")
-    sizes = tiles.choose(table, name, case.head_dim, jnp.bfloat16)
-    if config:
-        sizes = tiles.Tiles(*config[0], **config[1])
-    shape = lambda heads, *dim, dtype=jnp.bfloat16: jax.ShapeDtypeStruct((1, case.seq, heads, *dim), dtype)
-    q, k = shape(case.heads, case.head_dim), shape(case.kv_heads, case.head_dim)
-    per_row = shape(case.heads, dtype=jnp.float32)
-    kind, _, documents = case.mask.partition(":")
-    segments = np.arange(case.seq, dtype=np.int32)[None] // (case.seq // int(documents)) if kind == "packed" else None
-    options = {
-        "mask": Causal() if kind == "packed" else case.visible,
-        "scale": case.head_dim**-0.5,
-        "sizes": sizes,
-    }
+    kernel, table = (
+        (splash.forward, splash.TILES) if case.pass_ == "forward" else (splash_bwd.backward, splash_bwd.TILES)
+    )
+    mask, where = _mask(case)
+    facts = {}
 
     def call(q, k, v, *rest):
-        where = Where(q_seg=segments, k_seg=segments)
-        return (splash.forward if forward else splash_bwd.backward)(q, k, v, where, *rest, **options)
+        chip, cores = tiles.chip()  # known while tracing: the facts are filled in here
+        own = tiles.choose(table, chip, case.head_dim, q.dtype)
+        sizes = tiles.Tiles(*config[0], **config[1]) if config else own
+        cut = tiles.Cut(q, k, v, where, mask, sizes, cores)
+        counts = {name: n * cut.stacks for name, n in visits(case, cut.span, cut.keys, cut.chunk).items()}
+        facts["config"] = {"blocks": [cut.rows, cut.keys, cut.chunk, cut.piece]} | (
+            {"fold": True} if sizes.fold else {}
+        )
+        facts["counts"] = counts
+        facts["bytes"] = _bytes(case, counts, cut.rows, cut.keys, sizes.fold)
+        return kernel(q, k, v, where, *rest, mask=mask, scale=case.head_dim**-0.5, sizes=sizes)
 
-    cut = tiles.Cut(q, k, k, Where(q_seg=segments, k_seg=segments), options["mask"], sizes, CHIPS[case.chip].cores)
-    counts = {name: n * cut.stacks for name, n in visits(case, cut.span, cut.keys, cut.chunk).items()}
-    facts = {
-        "config": {"blocks": [cut.rows, cut.keys, cut.chunk, cut.piece], **({"fold": True} if sizes.fold else {})},
-        "counts": counts,
-        "bytes": _bytes(case, counts, cut.rows, cut.keys, sizes.fold),
-    }
-    return call, (q, k, k) if forward else (q, k, k, q, per_row, per_row), facts
+    q, k = (jax.ShapeDtypeStruct((1, case.seq, n, case.head_dim), jnp.bfloat16) for n in (case.heads, case.kv_heads))
+    a_row = jax.ShapeDtypeStruct(q.shape[:3], jnp.float32)
+    return call, (q, k, k) if case.pass_ == "forward" else (q, k, k, q, a_row, a_row), facts
+
+
+def _mask(case):
+    """(mask, where the tokens stand) as a caller gives them: documents are segments."""
+    kind, _, n = case.mask.partition(":")
+    if kind != "packed":
+        return case.visible, Where()
+    documents = np.arange(case.seq, dtype=np.int32)[None] // (case.seq // int(n))
+    return Causal(), Where(q_seg=documents, k_seg=documents)
 
 
 def _bytes(case, counts, rows, keys, fold):
     """HBM traffic. Forward: q, out, lse a row; k, v a step. Backward: k, v, dk, dv a row; q, q^T, dout, dout^T, dq in
     float32 in and out, 32 bytes of statistics a step, and with `fold` q once more, in two halves."""
-    token = 2 * case.head_dim
+    token = case.token_bytes
     if case.pass_ == "forward":
         return counts["rows"] * rows * (2 * token + 4) + counts["steps"] * keys * 2 * token
     return counts["rows"] * keys * 4 * token + counts["steps"] * rows * (8 * token + 32 + fold * token)

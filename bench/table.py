@@ -86,12 +86,11 @@ def prices(cases, impls, configs=(None,), python=None, log=lambda text: None):
             what += f", blocks {config[0]}" + "".join(f", {name}" for name in config[1])
         log(what)
         try:
-            yield (
-                (splash.price(case, python, config) if impl == "ringtide" else peers.price(case, impl, python, config)),
-                None,
-            )
+            row = splash.price(case, python, config) if impl == "ringtide" else peers.price(case, impl, python, config)
         except (CompileError, ValueError) as error:  # or a schedule that the reader does not know
             yield None, f"{what}: {error}"
+        else:
+            yield row, None
 
 
 def heading(chips) -> str:

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import subprocess
 import sys
 from importlib.util import find_spec
 from pathlib import Path
@@ -207,6 +208,30 @@ def test_no_new_python_is_one_line(monkeypatch, tmp_path):
     monkeypatch.setattr(sys, "executable", "/bin/false")
     with pytest.raises(RuntimeError, match=r"needs Python 3\.12 or newer"):
         peers.python(tmp_path / "none")
+
+
+def test_the_environment_of_the_peers_is_made_once(monkeypatch, tmp_path):
+    ran, broken = [], []
+
+    def run(command, **options):
+        if "-c" not in command:
+            ran.append(command)
+            (tmp_path / "peers/bin").mkdir(parents=True, exist_ok=True)
+            (tmp_path / "peers/bin/python").touch()
+        said = "WARNING: slow\nERROR: no tokamax\nWARNING: old pip\n" if "pip" in command and broken else ""
+        return subprocess.CompletedProcess(command, len(said), "3 13\n", said)
+
+    monkeypatch.setattr(subprocess, "run", run)
+    broken.append(True)
+    with pytest.raises(RuntimeError, match="ERROR: no tokamax"):
+        peers.python(tmp_path / "peers")
+    broken.clear()
+    ran.clear()
+    python = peers.python(tmp_path / "peers")
+    assert python == str(tmp_path / "peers/bin/python")
+    assert [command[1:3] for command in ran] == [["-m", "venv"], ["-m", "pip"]]
+    assert peers.python(tmp_path / "peers") == python
+    assert len(ran) == 2
 
 
 def made_up(cases, impls, configs=(None,), python=None, log=None):
