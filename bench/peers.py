@@ -1,7 +1,7 @@
 """The splash kernels of jax and of tokamax, priced like ours, by the same compiler in one environment.
 
 tokamax needs Python >= 3.12 and its own choice of JAX: `python()` makes an environment for it under .cache/peers, once,
-with ringtide in it. Configurations are the best found by the schedule (`CONFIGS`), not the kernels' defaults.
+with ringtide in it. Configurations are the best found by the schedule (`best`), not the kernels' defaults.
 """
 
 import re
@@ -17,48 +17,37 @@ from ringtide.bench.schedule import read
 
 _NAMES = {"forward": r".*splash_m[hq]a_fwd.*", "backward": r".*splash_m[hq]a_(dkv|bwd).*"}  # of the kernels in a dump
 _PEERS = "tokamax==0.0.17", "jax[tpu]==0.12.0.1"
-_SCHEDULER = {"use_experimental_scheduler": True}
 
-# (impl, pass, chip, head_dim): blocks (query, key, key at a time) and options, the best of those that compile.
-CONFIGS = {
-    ("jax", "forward", "tpu7x", 128): ((2048, 2048, 512), {}),
-    ("jax", "backward", "tpu7x", 128): ((2048, 2048, 512), {}),
-    ("tokamax", "forward", "tpu7x", 128): ((2048, 2048, 512), _SCHEDULER),
-    ("tokamax", "backward", "tpu7x", 128): ((2048, 2048, 512), {}),
-    ("jax", "forward", "tpu7x", 256): ((2048, 2048, 512), {}),
-    ("jax", "backward", "tpu7x", 256): ((1024, 2048, 512), {}),
-    ("tokamax", "forward", "tpu7x", 256): ((2048, 2048, 512), _SCHEDULER),
-    ("tokamax", "backward", "tpu7x", 256): ((1024, 2048, 512), {}),
-    ("jax", "forward", "v5p", 128): ((2048, 2048, 512), {}),
-    ("jax", "backward", "v5p", 128): ((1024, 1024, 512), {}),
-    ("tokamax", "forward", "v5p", 128): ((2048, 2048, 256), {}),
-    ("tokamax", "backward", "v5p", 128): ((2048, 2048, 512), {}),
-    ("jax", "forward", "v5p", 256): ((2048, 2048, 512), {}),
-    ("jax", "backward", "v5p", 256): ((1024, 2048, 512), {}),
-    ("tokamax", "forward", "v5p", 256): ((2048, 2048, 512), {}),
-    ("tokamax", "backward", "v5p", 256): ((1024, 1024, 512), {}),
-    ("jax", "forward", "v6e", 128): ((2048, 2048, 1024), {}),
-    ("jax", "backward", "v6e", 128): ((2048, 2048, 512), {}),
-    ("tokamax", "forward", "v6e", 128): ((2048, 2048, 512), _SCHEDULER),
-    ("tokamax", "backward", "v6e", 128): ((2048, 2048, 512), {}),
-    ("jax", "forward", "v6e", 256): ((2048, 2048, 512), {}),
-    ("jax", "backward", "v6e", 256): ((1024, 2048, 512), {}),
-    ("tokamax", "forward", "v6e", 256): ((2048, 2048, 512), _SCHEDULER),
-    ("tokamax", "backward", "v6e", 256): ((1024, 2048, 512), {}),
+# Keys that a tile of 2048 x 2048 takes at a time, by head_dim up to: the best of those that compile. 512 backward.
+_AT_A_TIME = {
+    ("jax", "v5p"): {256: 512},
+    ("jax", "v6e"): {128: 1024, 256: 512},
+    ("jax", "tpu7x"): {128: 1024, 256: 512},
+    ("tokamax", "v5p"): {128: 256, 256: 512},
+    ("tokamax", "v6e"): {256: 512},
+    ("tokamax", "tpu7x"): {256: 512},
 }
 
 
-def price(case, impl, python, config=None):
-    """The row (case.row) of a peer's call, by config (blocks, options) or the one in CONFIGS.
+def best(case, impl):
+    """((queries, keys, keys at a time), options), as `ringtide bench tune splash --impl` ranks them at 32K."""
+    if case.head_dim > 256:
+        raise CompileError(f"no configuration for head_dim {case.head_dim}")
+    forward, side = case.pass_ == "forward", min(2048, case.seq)
+    table = _AT_A_TIME[impl, case.chip] if forward else {256: 512}
+    at_a_time = table[min(dim for dim in table if dim >= case.head_dim)]
+    scheduled = forward and impl == "tokamax" and case.chip != "v5p"
+    return (side, side, min(at_a_time, side)), {"use_experimental_scheduler": True} if scheduled else {}
 
-    Raises compile.CompileError, also for what there is no configuration for and what the peer has no mask for.
+
+def price(case, impl, python, config=None):
+    """The row (case.row) of a peer's call, by config (blocks, options) or the best one known.
+
+    Raises compile.CompileError, also where the peer has no mask for the case.
     """
     if case.mask.startswith("packed"):
         raise CompileError("documents are priced for ringtide only")
-    config = config or CONFIGS.get((impl, case.pass_, case.chip, case.head_dim))
-    if config is None:
-        raise CompileError(f"no configuration for {case.chip} at head_dim {case.head_dim}: `ringtide bench tune` one")
-    (q, k, compute), options = config
+    (q, k, compute), options = config or best(case, impl)
     with dumped(
         case.chip,
         f"ringtide.bench.peers:{impl}_splash",

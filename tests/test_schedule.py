@@ -146,10 +146,17 @@ def test_a_peer_has_bodies_ends_of_rows_and_steps():
     assert costs == {"full": 1000, "masked": 1200, "mxu": 900.0, "spills": 5, "row": 100, "step": 30}
 
 
-def test_a_peer_without_a_configuration_says_so():
-    (priced,) = table.prices([Case("v5p", "forward", head_dim=96)], ["jax"])
-    assert priced[0] is None
-    assert "no configuration for v5p at head_dim 96" in priced[1]
+def test_what_a_peer_cannot_do_is_one_line():
+    for case, said in (
+        (Case("v5p", "forward", head_dim=512), "v5p jax forward, head_dim 512, causal over 32,768: no configuration"),
+        (Case("v5p", "forward", mask="packed:8"), "documents are priced for ringtide only"),
+    ):
+        ((priced, error),) = table.prices([case], ["jax"])
+        assert priced is None
+        assert said in error
+    blocks, options = peers.best(Case("tpu7x", "forward", head_dim=96, seq=1024), "tokamax")
+    assert blocks == (1024, 1024, 512)
+    assert options
 
 
 @needs_libtpu
