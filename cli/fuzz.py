@@ -32,7 +32,7 @@ def _context_parallel(op):
 
 
 # Name -> op -> what `check` takes: the function under test, and what belongs to it.
-IMPLEMENTATIONS = {"xla": _jax("xla"), "context-parallel": _context_parallel}
+IMPLEMENTATIONS = {"xla": _jax("xla"), "pallas": _jax("pallas"), "context-parallel": _context_parallel}
 
 
 @click.command()

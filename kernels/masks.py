@@ -15,7 +15,8 @@ works on Python ints, NumPy, JAX and traced scalars inside a kernel alike.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from operator import index
+from functools import reduce
+from operator import and_, index
 from typing import Any, NamedTuple
 
 _FAR = 1 << 30  # positions and windows lie below this, so that int32 sums of two never wrap
@@ -65,8 +66,8 @@ class Interval(Mask):
 
     def bounds(self, q):
         """([lower bounds], [upper bounds]) of the visible keys of q, each nondecreasing in q. Empty: unbounded."""
-        lower = [n * (q // n) for n in self.chunks]
-        upper = [n * (q // n) + (n - 1) for n in self.chunks]
+        lower = [q - q % n for n in self.chunks]
+        upper = [q - q % n + (n - 1) for n in self.chunks]
         if self.left is not None:
             lower.append(q - self.left)
         if self.right is not None:
@@ -75,12 +76,8 @@ class Interval(Mask):
 
     def __call__(self, q, k):
         lower, upper = self.bounds(q)
-        visible = (q == q) & (k == k)  # True, in the shape of both
-        for bound in lower:
-            visible = visible & (k >= bound)
-        for bound in upper:
-            visible = visible & (k <= bound)
-        return visible
+        tests = [k >= bound for bound in lower] + [k <= bound for bound in upper]
+        return reduce(and_, tests) if tests else (q == q) & (k == k)  # the latter: True, in the shape of both
 
     def block(self, q_min, q_max, k_min, k_max):
         # The bounds are monotone: the first query reaches furthest down, the last one furthest up.

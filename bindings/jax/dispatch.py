@@ -10,12 +10,12 @@ from importlib import import_module
 from jax import lax
 
 KERNELS = {
-    "attention": {"xla": "ringtide.kernels.xla.attention"},
+    "attention": {"xla": "ringtide.kernels.xla.attention", "pallas": "ringtide.kernels.pallas.splash"},
     "gla": {"xla": "ringtide.kernels.xla.gla"},
 }
 PORTABLE = "xla"
 KNOWN = ("xla", "pallas", "nki", "triton", "eager")  # of some release or op: a name that code may carry everywhere
-PREFERRED = {"attention": {}, "gla": {}}  # op -> {platform that is compiled for: implementation}, elsewhere PORTABLE
+PREFERRED = {"attention": {"tpu": "pallas"}, "gla": {}}  # op -> {platform that is compiled for: implementation}, elsewhere PORTABLE
 
 
 def call(op: str, function: str, implementation, *args, **options):

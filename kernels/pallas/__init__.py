@@ -1,0 +1,1 @@
+"""Pallas kernels for TPU; on other platforms they run in interpret mode."""
