@@ -45,7 +45,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from ringtide.kernels.masks import Mask, Where
-from ringtide.kernels.pallas import tiles
+from ringtide.kernels.pallas import platforms, tiles
 from ringtide.kernels.pallas.splash_bwd import backward  # noqa: F401  the other half of the op's contract
 from ringtide.kernels.pallas.tiles import Cut, Schedule, Tiles, dot
 
@@ -78,12 +78,12 @@ def forward(q, k, v, where, *, mask, scale, soft_cap=None, out_dtype=None, sizes
     out_dtype = out_dtype or q.dtype
     q, k, v = (tiles.widen(x) for x in (q, k, v))
 
-    def run(interpret, chip, cores, q, k, v, where):
+    def call(interpret, chip, cores, q, k, v, where):
         chosen = sizes or tiles.choose(TILES, chip, max(q.shape[3], v.shape[3]), q.dtype)
         cut = Cut(q, k, v, where, mask, chosen, cores)
         return _call(cut, chosen, scale, soft_cap, out_dtype, interpret, q, k, v)
 
-    return tiles.per_platform(run, interpret)(q, k, v, where)
+    return platforms.run(call, interpret, q, k, v, where)
 
 
 def _call(cut, chosen, scale, soft_cap, out_dtype, interpret, q, k, v):

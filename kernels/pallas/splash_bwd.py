@@ -42,7 +42,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from ringtide.kernels.pallas import tiles
+from ringtide.kernels.pallas import platforms, tiles
 from ringtide.kernels.pallas.tiles import Cut, Schedule, Tiles, dot
 
 TILES = {  # chip -> head_dim up to -> sizes, found by `ringtide bench tune splash`
@@ -65,12 +65,12 @@ def backward(q, k, v, where, dout, lse, delta, *, mask, scale, soft_cap=None, ou
     dtypes = [out_dtype or x.dtype for x in (q, k, v)]
     q, k, v, dout = (tiles.widen(x) for x in (q, k, v, dout.astype(q.dtype)))
 
-    def run(interpret, chip, cores, q, k, v, where, dout, lse, delta):
+    def call(interpret, chip, cores, q, k, v, where, dout, lse, delta):
         chosen = sizes or tiles.choose(TILES, chip, max(q.shape[3], v.shape[3]), q.dtype)
         cut = Cut(q, k, v, where, mask, chosen, cores)
         return _call(cut, chosen, scale, soft_cap, dtypes, interpret, q, k, v, dout, lse, delta)
 
-    return tiles.per_platform(run, interpret)(q, k, v, where, dout, lse, delta)
+    return platforms.run(call, interpret, q, k, v, where, dout, lse, delta)
 
 
 def _call(cut, chosen, scale, soft_cap, dtypes, interpret, q, k, v, dout, lse, delta):

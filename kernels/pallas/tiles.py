@@ -25,7 +25,7 @@ from jax.experimental.pallas import tpu as pltpu
 from ringtide.kernels.masks import Interval, same_segment, same_segment_block
 
 LANES = 128
-INTERPRET = "interpret"  # in place of a chip's name: the kernel runs on a CPU
+INTERPRET = "interpret"  # in place of a chip's name: the kernel runs elsewhere
 
 
 class Tiles(NamedTuple):
@@ -253,15 +253,6 @@ def twice(k):
     return jnp.concatenate([k, k], axis=1)
 
 
-def chip():
-    """(name, TensorCores a device) of the TPU compiled for, or ("unknown", 1), as for `jax.export` without a device."""
-    try:
-        info = pltpu.get_tpu_info()
-    except Exception:  # no TPU in sight: jax raises one of several
-        return "unknown", 1
-    return info.chip_version.name.removeprefix("TPU_").lower(), info.num_cores
-
-
 def choose(table, name, head_dim, dtype):
     """The tiles of a chip for a head_dim, from table {chip: {head_dim up to: Tiles}}; halved for float32."""
     row = table.get(name, table["unknown"])
@@ -272,42 +263,6 @@ def choose(table, name, head_dim, dtype):
         half = lambda x: max(x // 2, LANES)
         tiles = Tiles(half(tiles.rows), *(x and min(x, half(tiles.keys)) for x in tiles[1:4]))
     return tiles
-
-
-def per_platform(run, interpret):
-    """run(interpret, chip's name, cores, *args), compiled by Mosaic for a TPU and interpreted elsewhere."""
-
-    def call(*args):
-        how = interpret
-        if how is True and any(jax.typeof(x).manual_axis_type.varying for x in jax.tree.leaves(args)):
-            how = pltpu.InterpretParams()  # the plain interpreter does not work under shard_map
-        return lax.platform_dependent(
-            *args, tpu=lambda *args: run(False, *chip(), *args), default=lambda *args: run(how, INTERPRET, 1, *args)
-        )
-
-    return batched(call)
-
-
-def batched(f):
-    """f of arrays [B, ...] (or None), such that `jax.vmap` joins its axis to B instead of to the kernel's grid."""
-    f = jax.custom_batching.custom_vmap(f)
-
-    @f.def_vmap
-    def rule(size, mapped, *args):
-        batch = args[0].shape[int(mapped[0])]
-
-        def join(x, on):
-            if x.dtype == jnp.int32:  # positions and segment ids: [1, ...] stands for all sequences
-                if not on and x.shape[0] == 1:
-                    return x
-                x = jnp.broadcast_to(x, (*x.shape[:on], batch, *x.shape[1 + on :]))
-            x = x if on else jnp.broadcast_to(x, (size, *x.shape))
-            return x.reshape(-1, *x.shape[2:])
-
-        out = f(*jax.tree.map(join, args, tuple(mapped)))
-        return jax.tree.map(lambda x: x.reshape(size, -1, *x.shape[1:]), out), jax.tree.map(lambda _: True, out)
-
-    return f
 
 
 def shape(dims, dtype, like):
