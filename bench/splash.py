@@ -44,7 +44,7 @@ def kernel_call(case, config):
     import jax
     import jax.numpy as jnp
 
-    from ringtide.kernels.pallas import splash, splash_bwd, tiles
+    from ringtide.kernels.pallas import platforms, splash, splash_bwd, tiles
 
     case = Case(**case)
     kernel, table = (
@@ -54,7 +54,7 @@ def kernel_call(case, config):
     facts = {}
 
     def call(q, k, v, *rest):
-        chip, cores = tiles.chip()  # known while tracing: the facts are filled in here
+        chip, cores = platforms.chip()  # known while tracing: the facts are filled in here
         own = tiles.choose(table, chip, case.head_dim, q.dtype)
         sizes = tiles.Tiles(*config[0], **config[1]) if config else own
         cut = tiles.Cut(q, k, v, where, mask, sizes, cores)

@@ -15,7 +15,10 @@ KERNELS = {
 }
 PORTABLE = "xla"
 KNOWN = ("xla", "pallas", "nki", "triton", "eager")  # of some release or op: a name that code may carry everywhere
-PREFERRED = {"attention": {"tpu": "pallas"}, "gla": {}}  # op -> {platform that is compiled for: implementation}, elsewhere PORTABLE
+PREFERRED = {
+    "attention": {"tpu": "pallas"},
+    "gla": {},
+}  # op -> {platform that is compiled for: implementation}, elsewhere PORTABLE
 
 
 def call(op: str, function: str, implementation, *args, **options):

@@ -1,27 +1,31 @@
-"""Where a Pallas kernel runs: compiled by Mosaic for a TPU, interpreted elsewhere; under vmap and shard_map alike."""
+"""Where a Pallas kernel runs: compiled by Mosaic for a TPU, interpreted elsewhere; under vmap and shard_map alike.
+
+A call is one primitive, whose kernel is traced only when it is lowered, and only for the platform that it is lowered
+for. So an op that offers the kernel beside another (`lax.platform_dependent`) costs nothing where that is chosen, and
+the kernel knows what it is compiled for when it chooses its tiles. The types of `shard_map` stay outside: JAX's
+interpreter of kernels does not keep them.
+"""
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.core import ShapedArray
 from jax.experimental.pallas import tpu as pltpu
 from jax.extend.core import Primitive
-from jax.interpreters import mlir
+from jax.interpreters import batching, mlir
 
 from ringtide.kernels.pallas.tiles import INTERPRET
 
 
-def run(kernel, interpret, *args):
+def run(kernel, interpret, shapes, *args):
     """kernel(interpret, chip's name, TensorCores a device, *args) on the platform that is compiled for.
 
-    args: arrays [B, ...], or trees of them, or None. interpret: True, or how else to interpret, where there is no TPU.
+    args: arrays [B, ...], or trees of them. int32 arrays may be [1, ...], for all of B. interpret: True, or how else to
+    interpret, where there is no TPU. shapes: a (shape, dtype) for each of the arrays [B, ...] that the kernel returns.
     """
-    varying = any(jax.typeof(x).manual_axis_type.varying for x in jax.tree.leaves(args))
-    elsewhere = lambda *args: kernel(interpret, INTERPRET, 1, *args)
-    if varying and interpret is True:
-        elsewhere = _unvarying(elsewhere)
-    compiled = lambda *args: kernel(False, *chip(), *args)
-    return _batched(lambda *args: lax.platform_dependent(*args, tpu=compiled, default=elsewhere))(*args)
+    leaves, structure = jax.tree.flatten(args)
+    call = lambda *where: lambda *leaves: kernel(*where, *structure.unflatten(leaves))
+    outs = tuple((tuple(shape), jnp.dtype(dtype)) for shape, dtype in shapes)
+    return tuple(_kernel.bind(*leaves, call=call, interpret=interpret, outs=outs))
 
 
 def chip():
@@ -33,56 +37,45 @@ def chip():
     return info.chip_version.name.removeprefix("TPU_").lower(), info.num_cores
 
 
-def _batched(f):
-    """f of arrays [B, ...] (or None), such that `jax.vmap` joins its axis to B instead of to the kernel's grid."""
-    f = jax.custom_batching.custom_vmap(f)
-
-    @f.def_vmap
-    def rule(size, mapped, *args):
-        batch = args[0].shape[int(mapped[0])]
-
-        def join(x, on):
-            if x.dtype == jnp.int32:  # positions and segment ids: [1, ...] stands for all sequences
-                if not on and x.shape[0] == 1:
-                    return x
-                x = jnp.broadcast_to(x, (*x.shape[:on], batch, *x.shape[1 + on :]))
-            x = x if on else jnp.broadcast_to(x, (size, *x.shape))
-            return x.reshape(-1, *x.shape[2:])
-
-        out = f(*jax.tree.map(join, args, tuple(mapped)))
-        return jax.tree.map(lambda x: x.reshape(size, -1, *x.shape[1:]), out), jax.tree.map(lambda _: True, out)
-
-    return f
+_kernel = Primitive("kernel")
+_kernel.multiple_results = True
+_kernel.def_impl(lambda *args, **how: jax.jit(lambda *args: _kernel.bind(*args, **how))(*args))
 
 
-def _unvarying(f):
-    """f, lowered as if it were outside of shard_map, whose types JAX's interpreter of kernels does not keep."""
-
-    def call(*args):
-        leaves, structure = jax.tree.flatten(args)
-        outs, out_structure = jax.tree.flatten(jax.eval_shape(f, *args))
-        flat = lambda *leaves: jax.tree.leaves(f(*structure.unflatten(leaves)))
-        shapes = tuple((x.shape, x.dtype) for x in outs)
-        return out_structure.unflatten(_hidden.bind(*leaves, f=flat, shapes=shapes))
-
-    return call
-
-
-_hidden = Primitive("interpreted_kernel")
-_hidden.multiple_results = True
-
-
-@_hidden.def_abstract_eval
-def _(like, *avals, f, shapes):
+@_kernel.def_abstract_eval
+def _(like, *avals, call, interpret, outs):
     spec = lambda shape: like.sharding.update(spec=jax.P(*[None] * len(shape)))
-    return [like.update(shape=s, dtype=d, weak_type=False, sharding=spec(s)) for s, d in shapes]
+    return [like.update(shape=s, dtype=d, weak_type=False, sharding=spec(s)) for s, d in outs]
 
 
-def _lower_hidden(ctx, *args, f, shapes):
+def _lower(on_tpu, ctx, *args, call, interpret, outs):
+    where = (False, *chip()) if on_tpu else (interpret, INTERPRET, 1)
     nowhere = ShapedArray((), jnp.float32).manual_axis_type
     bare = lambda avals: [x.update_manual_axis_type(nowhere) for x in avals]
     ctx = ctx.replace(avals_in=bare(ctx.avals_in), avals_out=bare(ctx.avals_out))
-    return mlir.lower_fun(f, multiple_results=True)(ctx, *args)
+    return mlir.lower_fun(call(*where), multiple_results=True)(ctx, *args)
 
 
-mlir.register_lowering(_hidden, _lower_hidden)
+def _batch(args, axes, *, call, interpret, outs):
+    """vmap joins its axis to B, instead of to the kernel's grid."""
+    size = next(x.shape[axis] for x, axis in zip(args, axes, strict=True) if axis is not None)
+    batch = outs[0][0][0]
+
+    def join(x, axis):
+        if axis is None:
+            if x.dtype == jnp.int32 and x.shape[0] == 1:
+                return x
+            x = jnp.broadcast_to(x, (size, *x.shape))
+        else:
+            x = jnp.moveaxis(x, axis, 0)
+        x = jnp.broadcast_to(x, (size, batch, *x.shape[2:]))
+        return x.reshape(-1, *x.shape[2:])
+
+    joined = tuple(((size * batch, *shape[1:]), dtype) for shape, dtype in outs)
+    results = _kernel.bind(*map(join, args, axes), call=call, interpret=interpret, outs=joined)
+    return [x.reshape(size, batch, *x.shape[1:]) for x in results], [0] * len(results)
+
+
+mlir.register_lowering(_kernel, lambda *args, **how: _lower(False, *args, **how))
+mlir.register_lowering(_kernel, lambda *args, **how: _lower(True, *args, **how), platform="tpu")
+batching.primitive_batchers[_kernel] = _batch

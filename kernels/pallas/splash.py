@@ -15,22 +15,23 @@ across registers, without lane reductions, and O^T [H_v, rows] fills a 256-wide 
 
 The reference is exact. It is the maximum of the scores a row has really seen on the online path (the diagonal, which
 comes first), so l >= 1 and nothing can underflow. A score above m by more than 100 powers of two would overflow, and
-shows: l passes 2^100 or O is no longer finite. Then the query block is done again online, where 2^(S - m) <= 1. That is
-a branch on what happened, not on a bound: norms of q and k, whose product bounds a score, are easily 10 times too large.
-Until all rows of a block have a reference (a row whose masked tiles hid everything has none), tiles go online.
+shows: l passes 2^100 or O is no longer finite. Then the query block is done again online, where 2^(S - m) <= 1. That
+is a branch on what happened, not on a bound: the product of norms of q and k, which bounds a score, is easily ten
+times too large. Until all rows of a block have a reference (where masked tiles hid everything), tiles go online.
 
 Memory, bytes in VMEM (bfloat16, H = H_v = 128, rows 2048, keys 2048), and in scalar memory:
-    Q [rows, H] and O^T [H_v, rows], twice each     2.0 M      O^T float32                     1.0 M
-    K [keys, H] and V^T [H_v, keys], twice each     2.0 M      m, l [1, rows]                  0.1 M
-    S^T, P^T: the compiler keeps what it needs       ~8 M      scalars: lo, hi a query block; given positions or
-    positions [8, keys] twice, if given             0.1 M          segment ids: 2 or 4 ints a query block and a chunk
+    Q [rows, H or 2 H], O^T [H_v, rows], twice     3.0 M      lo, hi: 2 ints a query block
+    K [keys, H], V^T [H_v, keys], twice            2.0 M      given positions (or segment ids as well):
+    O^T float32, m, l                              1.1 M          2 (4) ints a query block and a chunk
+    positions, segment ids [8, keys], twice        0.1 M
+    S^T, P^T: what the compiler keeps of them       ~8 M
 
 Limits: dense masks are refused (they are T x S); user functions may not capture arrays. Any T, S, H, H_v, N / N_kv.
 
 How it got here (predicted by the compiler's schedule: share of a core's peak, full tile, head_dim 128):
     online maximum, scores [rows, keys]                       37 % tpu7x
     fixed reference, 1024 rows, 4096 keys in pieces of 1024   58 %           a tile is bound by its start and its end
-    scale folded into the half-empty contraction, [q, q_lo]   59 %           a multiplication less an element
+    scale folded into the half-empty contraction (tiles.fold) 59 %           a multiplication less for each score
     2048 rows, 2048 keys, one product                         62.5 % tpu7x, 59.6 % v6e; the limit is 66.7 %
     v5p, pieces of 2048, 1024, 512                            95.6, 96.9, 98.4 %   128-wide units want short pieces
 """
@@ -38,7 +39,6 @@ How it got here (predicted by the compiler's schedule: share of a core's peak, f
 import functools
 import math
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
@@ -83,7 +83,8 @@ def forward(q, k, v, where, *, mask, scale, soft_cap=None, out_dtype=None, sizes
         cut = Cut(q, k, v, where, mask, chosen, cores)
         return _call(cut, chosen, scale, soft_cap, out_dtype, interpret, q, k, v)
 
-    return platforms.run(call, interpret, q, k, v, where)
+    shapes = ((*q.shape[:3], v.shape[3]), out_dtype), (q.shape[:3], jnp.float32)
+    return platforms.run(call, interpret, shapes, q, k, v, where)
 
 
 def _call(cut, chosen, scale, soft_cap, out_dtype, interpret, q, k, v):
@@ -129,7 +130,9 @@ def _call(cut, chosen, scale, soft_cap, out_dtype, interpret, q, k, v):
         name="splash_forward",
     )(lo, hi, q_ranges, k_ranges, *arrays)
     out = out[:, :, : cut.h_v].reshape(*out.shape[:2], cut.h_v, cut.stack, cut.span)
-    return cut.unqueries(jnp.moveaxis(out, 2, 4)).astype(out_dtype), cut.unqueries(lse.reshape(*lse.shape[:2], cut.stack, cut.span))
+    return cut.unqueries(jnp.moveaxis(out, 2, 4)).astype(out_dtype), cut.unqueries(
+        lse.reshape(*lse.shape[:2], cut.stack, cut.span)
+    )
 
 
 def _kernel(
@@ -152,7 +155,9 @@ def _kernel(
     def copies(j, to):
         for x, (hbm, buffer, axis) in enumerate(streams):
             keys = pl.ds(j * cut.keys, cut.keys)
-            yield pltpu.make_async_copy(hbm.at[keys] if axis == 0 else hbm.at[:, keys], buffer.at[to], arrived.at[x, to])
+            yield pltpu.make_async_copy(
+                hbm.at[keys] if axis == 0 else hbm.at[:, keys], buffer.at[to], arrived.at[x, to]
+            )
 
     def start(j, to):
         for copy in copies(j, to):

@@ -19,7 +19,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from ringtide.kernels.masks import Interval, same_segment, same_segment_block
@@ -62,8 +61,9 @@ class Cut:
         self.nq, self.nk = -(-self.t // self.span), -(-self.s // self.keys)
         self.chunks = self.keys // self.chunk  # in a key block
         self.padded = self.s % self.keys != 0
-        self.q_at, self.k_at = self._at(where.q_pos, where.q_seg, self.t, self.span), self._at(
-            where.k_pos, where.k_seg, self.s, self.keys
+        self.q_at, self.k_at = (
+            self._at(where.q_pos, where.q_seg, self.t, self.span),
+            self._at(where.k_pos, where.k_seg, self.s, self.keys),
         )
 
     # Arrays in blocks, padded with zeros.
@@ -132,8 +132,8 @@ class Cut:
     def tables(self):
         """int32 vectors for scalar memory: ((lo, hi) by query block, (lo, hi) by key block, q ranges, k ranges).
 
-        Query block i of sequence b visits key blocks lo[b * nq + i] up to, not including, hi[b * nq + i], of which there
-        is at least one; and the other way round. Ranges are empty where they follow from the index.
+        Query block i of sequence b visits key blocks lo[b * nq + i] up to, not including, hi[b * nq + i], at least one;
+        and the other way round. Ranges that follow from the index are left out: one zero.
         """
         q = self._ranges(self.q_at, self.span, self.nq)
         k = self._ranges(self.k_at, self.keys, self.nk)
@@ -236,7 +236,7 @@ def dot(a, b, contract):
 
 
 def fold(q, unit):
-    """(q', None), such that q' twice(k)^T is q k^T times `unit`, where that costs a matrix unit nothing; else (q, unit).
+    """(q', None), such that q' twice(k)^T is unit * q k^T, where that costs a matrix unit nothing; else (q, unit).
 
     [..., 128] bfloat16 fills only half of a contraction that is 256 wide. The other half takes the rest of q * unit, to
     16 bits in all, which saves a multiplication of every score.
