@@ -32,6 +32,7 @@ def shares(path, rows):
                     )  # fmt: skip
             axes.set_title(f"{chip}, {pass_}", fontsize=10)
             axes.set_xticks(range(len(dims)), [f"head_dim {dim}" if dim == dims[0] else str(dim) for dim in dims])
+            axes.set_xlim(-0.5, len(dims) - 0.5)
             axes.set_ylim(0, 1.05)
             axes.set_yticks([0, 0.25, 0.5, 0.75, 1], ["0", "25 %", "50 %", "75 %", "100 %"])
             axes.grid(axis="y", color="#dddddd", linewidth=0.6)

@@ -50,7 +50,8 @@ def cpu(rounds, as_json):
 def schedule(chips, op, shapes, peers, as_json, plot):
     """What the TPU compiler's own schedule says of a kernel. No TPU needed; predicted, not measured.
 
-    Without --shape: the table of docs/schedule.md, or with --plot the cases of its figure. A shape names what differs
+    Without --shape: causal calls at 32K, and a full, a windowed and a packed one; with --plot, three head_dims on each
+    chip. docs/schedule.md says what is counted. A shape names what differs
     from head_dim=128,heads=32,kv_heads=8,seq=32768,mask=causal and may say pass=forward or pass=backward; masks are
     full, causal, local:4096 (keys each query sees) and packed:8 (documents).
     """

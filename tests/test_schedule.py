@@ -179,6 +179,14 @@ def test_compiled_and_read(monkeypatch, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+@needs_libtpu
+def test_the_kernel_of_this_tree_is_priced():
+    ((priced, error),) = table.prices([Case("v5p", "forward", seq=8192)], ["ringtide"])
+    assert not error
+    assert priced["tile_share"] > 0.95
+    assert 0.7 < priced["call_share"] < priced["tile_share"] < priced["mxu_busy"] + 1e-3
+
+
 @pytest.mark.parametrize(
     ("shape", "said"),
     [
