@@ -186,14 +186,16 @@ def python(folder=Path(".cache/peers"), log=lambda text: None):
 
 
 def _newest_python():
-    """The newest interpreter on the path that tokamax installs on."""
+    """The newest interpreter that tokamax installs on: on the path, or kept aside by pyenv or uv."""
+    aside = [Path.home() / ".pyenv/versions", Path.home() / ".local/share/uv/python"]
+    kept = [path for folder in aside for path in folder.glob("*/bin/python3")]
     names = ["python3", *(f"python3.{minor}" for minor in range(12, 20))]
     found = {}
-    for path in [sys.executable, *filter(None, map(shutil.which, names))]:
+    for path in [sys.executable, *filter(None, map(shutil.which, names)), *kept]:
         code = "import sys, ensurepip; print(*sys.version_info[:2])"
         printed = subprocess.run([path, "-c", code], capture_output=True, text=True, check=False).stdout
         if re.fullmatch(r"3 \d+\n", printed):
             found.setdefault(int(printed.split()[1]), path)
     if max(found, default=0) < 12:
-        raise RuntimeError("--peers needs Python 3.12 or newer for tokamax: install one, and have it on the PATH")
+        raise RuntimeError("--peers needs Python 3.12 or newer for tokamax: install one, and have it on the path")
     return found[max(found)]

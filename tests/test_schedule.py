@@ -221,6 +221,7 @@ def test_no_compiler_is_one_line(monkeypatch, argv):
 def test_no_new_python_is_one_line(monkeypatch, tmp_path):
     monkeypatch.setattr("shutil.which", lambda name: None)
     monkeypatch.setattr(sys, "executable", "/bin/false")
+    monkeypatch.setenv("HOME", str(tmp_path))
     with pytest.raises(RuntimeError, match=r"needs Python 3\.12 or newer"):
         peers.python(tmp_path / "none")
 
