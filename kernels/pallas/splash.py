@@ -52,7 +52,7 @@ from ringtide.kernels.pallas.tiles import Cut, Schedule, Tiles, dot
 TILES = {  # chip -> head_dim up to -> sizes, found by `ringtide bench tune splash`
     "v5p": {256: Tiles(rows=2048, keys=2048, chunk=512, piece=512)},
     "v6e": {128: Tiles(2048, 2048, 512, 2048, fold=True), 256: Tiles(2048, 2048, 512, 2048)},
-    "7x": {128: Tiles(2048, 2048, 512, 2048, fold=True), 256: Tiles(2048, 2048, 512, 2048)},
+    "7x": {128: Tiles(2048, 2048, 512, 2048, fold=True), 256: Tiles(2048, 4096, 512, 2048)},
     "unknown": {256: Tiles(2048, 2048, 512, 512)},
     tiles.INTERPRET: {256: Tiles(256, 256, 128, 256)},  # small, so that a laptop goes through every path
 }
