@@ -13,11 +13,11 @@ venv: $(READY)
 
 $(READY): pyproject.toml
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[models,test,bench]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[models,test,bench,tpu]'
 	touch $@
 
 demo: $(READY)
-	$(BIN)/ringtide train llama --devices 4 --demo --out runs/demo
+	JAX_PLATFORMS=cpu $(BIN)/ringtide train llama --devices 4 --demo --out runs/demo
 
 test: $(READY)
 	$(BIN)/pytest -n 2 -m 'not slow' $(ARGS) $(TESTS)

@@ -218,7 +218,7 @@ def test_a_sink_of_minus_infinity_is_no_sink():
         ({"implementation": "cuda"}, ValueError, "implementation: attention has xla"),
         ({"implementation": ()}, TypeError, "implementation: expected a name, a sequence"),
         ({"implementation": {"xla"}}, TypeError, "implementation: expected a name, a sequence"),
-        ({"implementation": "pallas"}, NotImplementedError, "pallas: not in this release, which has xla"),
+        ({"implementation": "triton"}, NotImplementedError, "triton: not in this release, which has xla, pallas"),
     ],
 )
 def test_bad_arguments_are_named_in_one_line(change, error, message):
@@ -240,7 +240,7 @@ def test_positions_may_be_a_list():
 
 
 def test_names_of_other_releases_are_tried_in_turn():
-    np.testing.assert_array_equal(attention(Q, K, V, implementation=["pallas", "xla"]), attention(Q, K, V))
+    np.testing.assert_array_equal(attention(Q, K, V, implementation=["triton", "xla"]), attention(Q, K, V))
 
 
 def test_64_bit_mode():
