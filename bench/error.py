@@ -18,7 +18,7 @@ OUTPUTS = ("out", "dq", "dk", "dv")
 SCALE = 0.125  # 1 / sqrt(64), a power of two: the peers want it inside q, and rounding there would be held against them
 SEEDS = range(5)
 CASES = {  # name -> (factor on q, what keys grow by along the sequence)
-    "plain": (1.0, 1.0),
+    "usual": (1.0, 1.0),
     "sharp": (8.0, 1.0),
     "growing": (2.0, 12.0),
     "flat": (0.01, 1.0),
@@ -123,6 +123,15 @@ def rows(impls, python=None):
             else:
                 found = errors(name, impl)
             yield {"case": name, "impl": impl, **found}
+
+
+def line(row, plain):
+    """A row as text, beside that of the plain formula for the same case."""
+    cells = []
+    for output in OUTPUTS:
+        (most, rms), (most_plain, rms_plain) = row[output], plain[output]
+        cells.append(f"{output:>4} {rms:.1e} ({rms / rms_plain:4.2f})  {most:.1e} ({most / most_plain:4.2f})")
+    return f"{row['case']:<8} {row['impl']:<9} {'  |  '.join(cells)}"
 
 
 if __name__ == "__main__":

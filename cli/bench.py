@@ -108,6 +108,25 @@ def tune(op, chip, shape, impl, as_json):
             click.echo(json.dumps(row) if as_json else table.line(row))
 
 
+@command.command()
+@click.option("--peers", is_flag=True, help="tokamax's splash too.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object a row.")
+def error(peers, as_json):
+    """How exact attention is in bfloat16: errors against float64, beside the plain formula's. Measured on the CPU."""
+    import os
+
+    os.environ["JAX_PLATFORMS"] = "cpu"
+    from ringtide.bench import error as bench
+
+    python = _interpreter(peers) if peers else None
+    plain = None
+    if not as_json:
+        click.echo("root mean square error (times the plain formula's), and the largest error (the same)")
+    for row in bench.rows(["plain", "ringtide", *(["tokamax"] if peers else [])], python):
+        plain = row if row["impl"] == "plain" else plain
+        click.echo(json.dumps(row) if as_json else bench.line(row, plain))
+
+
 def _say(text):
     click.echo(text, err=True)
 

@@ -1,10 +1,11 @@
-"""The bench's own arithmetic, on made-up times: what it measures is for `ringtide bench cpu`."""
+"""The bench's own arithmetic, on made-up times (what it measures is for `ringtide bench cpu`), and errors in bfloat16."""
 
 import json
 
+import pytest
 from click.testing import CliRunner
 
-from ringtide.bench import cpu
+from ringtide.bench import cpu, error
 from ringtide.cli import main
 
 SECONDS = {
@@ -37,3 +38,11 @@ def test_rows(monkeypatch):
 
 def test_peak_memory_is_of_this_process():
     assert 5e7 < cpu._peak_bytes() < 2e10
+
+
+@pytest.mark.parametrize("case", ["sharp", "growing"])
+def test_splash_is_as_exact_in_bfloat16_as_the_plain_formula(case, monkeypatch):
+    monkeypatch.setattr(error, "SEEDS", range(2))
+    ours, plain = (error.errors(case, impl) for impl in ("ringtide", "plain"))
+    for output in error.OUTPUTS:
+        assert ours[output][1] < 1.1 * plain[output][1]  # root mean squares
