@@ -1,4 +1,4 @@
-"""The bench's own arithmetic, on made-up times (what it measures is for `ringtide bench cpu`), and errors in bfloat16."""
+"""The bench on made-up times (what it measures is for `ringtide bench cpu`), and errors in bfloat16."""
 
 import json
 
