@@ -130,9 +130,8 @@ def _call(cut, chosen, scale, soft_cap, out_dtype, interpret, q, k, v):
         name="splash_forward",
     )(lo, hi, q_ranges, k_ranges, *arrays)
     out = out[:, :, : cut.h_v].reshape(*out.shape[:2], cut.h_v, cut.stack, cut.span)
-    return cut.unqueries(jnp.moveaxis(out, 2, 4)).astype(out_dtype), cut.unqueries(
-        lse.reshape(*lse.shape[:2], cut.stack, cut.span)
-    )
+    lse = lse.reshape(*lse.shape[:2], cut.stack, cut.span)
+    return cut.unqueries(jnp.moveaxis(out, 2, 4)).astype(out_dtype), cut.unqueries(lse)
 
 
 def _kernel(
@@ -155,9 +154,8 @@ def _kernel(
     def copies(j, to):
         for x, (hbm, buffer, axis) in enumerate(streams):
             keys = pl.ds(j * cut.keys, cut.keys)
-            yield pltpu.make_async_copy(
-                hbm.at[keys] if axis == 0 else hbm.at[:, keys], buffer.at[to], arrived.at[x, to]
-            )
+            block = hbm.at[keys] if axis == 0 else hbm.at[:, keys]
+            yield pltpu.make_async_copy(block, buffer.at[to], arrived.at[x, to])
 
     def start(j, to):
         for copy in copies(j, to):
@@ -205,24 +203,24 @@ def _kernel(
         return cut.visible(q_at, k_at, index)
 
     def key_block(at, j, careful):
-        _, every = schedule.tile(i, j)
-        whole = every & (ready[0] == 1) & ~careful
+        known = lambda: (ready[0] == 1) & ~careful
+        whole = schedule.tile(i, j)[1] & known() if cut.piece else False
+
+        def chunk(x, _):
+            x = cut.chunks - 1 - x
+            some, every = schedule.chunk(i, j, x)
+            at_once = every & known()
+            c = pl.multiple_of(x * cut.chunk, cut.chunk)
+            pl.when(at_once)(lambda: stream(at, c, cut.chunk))
+            pl.when(some & ~at_once)(lambda: online(at, j, c, cut.chunk))
 
         @pl.when(whole)
         def _():
-            for c in range(0, cut.keys, cut.piece):
+            for c in range(0, cut.keys, cut.piece or cut.keys):
                 stream(at, c, cut.piece)
 
-        @pl.when(~whole)
+        @pl.when(jnp.logical_not(whole))
         def _():
-            def chunk(x, _):
-                x = cut.chunks - 1 - x
-                some, every = schedule.chunk(i, j, x)
-                at_once = every & (ready[0] == 1) & ~careful
-                c = pl.multiple_of(x * cut.chunk, cut.chunk)
-                pl.when(at_once)(lambda: stream(at, c, cut.chunk))
-                pl.when(some & ~at_once)(lambda: online(at, j, c, cut.chunk))
-
             lax.fori_loop(0, cut.chunks, chunk, None)
 
     def attempt(careful):

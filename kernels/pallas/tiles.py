@@ -61,10 +61,8 @@ class Cut:
         self.nq, self.nk = -(-self.t // self.span), -(-self.s // self.keys)
         self.chunks = self.keys // self.chunk  # in a key block
         self.padded = self.s % self.keys != 0
-        self.q_at, self.k_at = (
-            self._at(where.q_pos, where.q_seg, self.t, self.span),
-            self._at(where.k_pos, where.k_seg, self.s, self.keys),
-        )
+        self.q_at = self._at(where.q_pos, where.q_seg, self.t, self.span)
+        self.k_at = self._at(where.k_pos, where.k_seg, self.s, self.keys)
 
     # Arrays in blocks, padded with zeros.
 
@@ -142,7 +140,7 @@ class Cut:
         some, _ = self.classify(across(q, 2), across(k, 1), j, j + self.keys - 1)
         some = jnp.broadcast_to(some, (some.shape[0], self.nq, self.nk))
         fine = self._ranges(self.k_at, self.chunk, self.nk * self.chunks)
-        return _visits(some, self.nq), _visits(some.swapaxes(1, 2), self.nk), self._flat(q), self._flat(fine)
+        return _visits(some), _visits(some.swapaxes(1, 2)), self._flat(q), self._flat(fine)
 
     def _ranges(self, at, block, count):  # Ranges of [B | 1, count]
         if at is None:
@@ -191,7 +189,7 @@ class Schedule(NamedTuple):
         return Ranges(pair(0), pair(2) if self.cut.segments else None)
 
 
-def _visits(some, outer):
+def _visits(some):  # [B | 1, outer, inner]
     """(lo, hi) for each outer block: the inner blocks from the first to the last that it sees something of."""
     n = some.shape[2]
     lo = jnp.argmax(some, axis=2)
