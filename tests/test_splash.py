@@ -192,7 +192,7 @@ def test_second_attempts_change_nothing(monkeypatch, limit):
     [
         (128, "causal", (256, 256, 128, 256)),
         (64, "full", (128, 512, 256, 128)),
-        (80, "window", (384, 640, 640, 640)),
+        (80, "window", (384, 512, 256, None)),
     ],
 )
 def test_a_folded_scale_costs_nothing(h, mask, sizes):
