@@ -204,7 +204,7 @@ def _kernel(
 
     def key_block(at, j, careful):
         known = lambda: (ready[0] == 1) & ~careful
-        whole = schedule.tile(i, j)[1] & known() if cut.piece else False
+        whole = schedule.tile(i, j)[1] & known()
 
         def chunk(x, _):
             x = cut.chunks - 1 - x
@@ -216,10 +216,10 @@ def _kernel(
 
         @pl.when(whole)
         def _():
-            for c in range(0, cut.keys, cut.piece or cut.keys):
+            for c in range(0, cut.keys, cut.piece):
                 stream(at, c, cut.piece)
 
-        @pl.when(jnp.logical_not(whole))
+        @pl.when(~whole)
         def _():
             lax.fori_loop(0, cut.chunks, chunk, None)
 

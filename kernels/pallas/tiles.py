@@ -33,7 +33,7 @@ class Tiles(NamedTuple):
     rows: int  # of a query block, over all heads in its stack
     keys: int  # of a key block: what one DMA brings
     chunk: int  # keys that are tested, masked or skipped together where a block is not visible throughout
-    piece: int | None  # keys of one matrix product where it is, the block's unrolled; None: chunk by chunk there too
+    piece: int  # keys of one matrix product where it is
     fold: bool = False  # the scale goes into a product whose contraction would half fill a 256-wide matrix unit
 
 
@@ -54,7 +54,7 @@ class Cut:
         short_t, short_s = up(self.t, LANES), up(self.s, LANES)
         self.chunk = min(tiles.chunk, short_s)
         self.keys = min(tiles.keys, up(short_s, self.chunk))
-        self.piece = tiles.piece and min(tiles.piece, self.keys)
+        self.piece = min(tiles.piece, self.keys)
         self.stack = _stack(self.n // self.n_kv, self.b * self.n_kv, tiles.rows // min(256, short_t), cores)
         self.span = min(max(tiles.rows // self.stack // LANES, 1) * LANES, short_t)
         self.rows, self.stacks = self.stack * self.span, self.n // self.stack
@@ -259,7 +259,7 @@ def choose(table, name, head_dim, dtype):
         return tiles
     if dtype != jnp.bfloat16 or head_dim > max(row):
         half = lambda x: max(x // 2, LANES)
-        tiles = Tiles(half(tiles.rows), *(x and min(x, half(tiles.keys)) for x in tiles[1:4]))
+        tiles = Tiles(half(tiles.rows), *(min(x, half(tiles.keys)) for x in tiles[1:4]))
     return tiles
 
 
