@@ -28,7 +28,7 @@ def _context_parallel(op):
     import ringtide
     from ringtide.testing.sharded import whole
 
-    return {"fn": whole(ringtide.context_parallel_attention, layout="zigzag")}
+    return {"fn": whole(ringtide.context_parallel_attention, layout="zigzag", strategy="ring")}
 
 
 # Name -> op -> what `check` takes: the function under test, and what belongs to it.

@@ -1,4 +1,6 @@
-"""The ring over a mesh axis equals one device: values, lse and gradients, every layout, every kind of mask."""
+"""Every strategy equals one device: values, lse and gradients, every layout, every kind of mask."""
+
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -7,6 +9,7 @@ import pytest
 
 from ringtide import Causal, Chunked, Local, attention, context_parallel_attention, shard_sequence, unshard_sequence
 from ringtide.kernels import layouts
+from ringtide.kernels.context.ulysses import heads_over
 from ringtide.reference import attention as reference
 
 AUTO, EXPLICIT = jax.sharding.AxisType.Auto, jax.sharding.AxisType.Explicit
@@ -54,53 +57,62 @@ MASKS = {
 
 
 @pytest.mark.parametrize(
-    ("devices", "layout", "mask", "kind"),
+    ("strategy", "devices", "layout", "mask", "kind"),
     [
-        (1, "zigzag", "causal", AUTO),
-        (2, "contiguous", "full", EXPLICIT),
-        (3, "striped", "window", AUTO),
-        (4, "zigzag", "causal", AUTO),
-        (4, "contiguous", "chunked", AUTO),
-        (6, "striped", "causal", AUTO),
-        (8, "zigzag", "either", EXPLICIT),
-        (8, "contiguous", "function", AUTO),
+        ("ring", 1, "zigzag", "causal", AUTO),
+        ("ring", 2, "contiguous", "full", EXPLICIT),
+        ("ring", 3, "striped", "window", AUTO),
+        ("ring", 4, "zigzag", "causal", AUTO),
+        ("ring", 4, "contiguous", "chunked", AUTO),
+        ("ring", 8, "zigzag", "either", EXPLICIT),
+        ("ring", 8, "contiguous", "function", AUTO),
+        ("all_gather", 3, "zigzag", "window", AUTO),
+        ("all_gather", 8, "striped", "causal", EXPLICIT),
+        ("ulysses", 1, "striped", "full", AUTO),
+        ("ulysses", 2, "zigzag", "function", AUTO),
+        ("ulysses", 3, "contiguous", "either", AUTO),  # heads padded with their group
+        ("ulysses", 8, "zigzag", "causal", EXPLICIT),  # two copies of each kv head
+        ("usp", (2, 4), "zigzag", "causal", AUTO),
+        ("usp", (4, 2), "striped", "window", EXPLICIT),
+        ("usp", (1, 4), "contiguous", "full", AUTO),
+        ("usp", (3, 1), "contiguous", "chunked", AUTO),
+        ("usp", (2, 3), "contiguous", "either", AUTO),
     ],
 )
-def test_equals_one_device(devices, layout, mask, kind):
-    mesh = mesh_of((devices,), ("context",), kind)
+def test_equals_one_device(strategy, devices, layout, mask, kind):
+    mesh = mesh_of(devices, ("ulysses", "ring"), kind) if strategy == "usp" else mesh_of((devices,), ("context",), kind)
+    axis = mesh.axis_names if strategy == "usp" else "context"
     args = inputs()
     ids = np.sort(np.random.default_rng(9).integers(-1, 3, (B, T)), axis=1)
     expected = truth_of(*args, ids, mask=MASKS[mask])
 
     def shard(x):
-        return shard_sequence(x, mesh, "context", layout)
+        return shard_sequence(x, mesh, axis, layout)
+
+    def parallel(*a, **o):
+        return context_parallel_attention(*a, mesh=mesh, seq_axis=axis, layout=layout, strategy=strategy, **o)
 
     q, k, v, sinks, dout, dlse = args
-    got = run(
-        lambda *a, **o: context_parallel_attention(*a, mesh=mesh, seq_axis="context", layout=layout, **o),
-        *map(shard, (q, k, v)),
-        sinks,
-        shard(dout),
-        shard(dlse),
-        shard(ids),
-        mask=MASKS[mask],
-    )
+    got = run(parallel, *map(shard, (q, k, v)), sinks, shard(dout), shard(dlse), shard(ids), mask=MASKS[mask])
     *got, dsinks = got
-    got = [unshard_sequence(x, mesh, "context", layout) for x in got] + [dsinks]
+    got = [unshard_sequence(x, mesh, axis, layout) for x in got] + [dsinks]
     for name, x, truth in zip(("out", "lse", "dq", "dk", "dv", "dsinks"), got, expected, strict=True):
         x, truth = np.asarray(x), np.asarray(truth)
         assert np.abs(x - truth).max() <= 2e-6 * np.abs(truth).max(), name
 
 
-def test_batch_and_head_axes_and_a_dense_mask():
+@pytest.mark.parametrize("strategy", ["ring", "all_gather", "ulysses", "usp"])
+def test_batch_and_head_axes_and_a_dense_mask(strategy):
     mesh = mesh_of((2, 2, 2), ("data", "context", "model"))
+    axes = {"seq_axis": "context", "head_axis": "model", "batch_axis": "data"}
+    if strategy == "usp":
+        axes = {"seq_axis": ("model", "context"), "batch_axis": "data"}
     args = inputs(1)
     for shape in ((B, N, T, T), (1, 1, T, T)):
         dense = np.random.default_rng(2).random(shape) < 0.3
 
         def parallel(*a, **o):
-            axes = {"seq_axis": "context", "head_axis": "model", "batch_axis": "data"}
-            return context_parallel_attention(*a, mesh=mesh, **axes, **o)
+            return context_parallel_attention(*a, mesh=mesh, strategy=strategy, **axes, **o)
 
         for x, truth in zip(run(parallel, *args, None, mask=dense), truth_of(*args, None, mask=dense), strict=True):
             assert np.abs(np.asarray(x) - truth).max() <= 2e-6 * np.abs(truth).max()
@@ -122,7 +134,8 @@ def test_partial_results_are_float32():
     expected = attention(q, k, v)
     for devices in (2, 8):
         mesh = mesh_of((devices,), ("context",))
-        got = jax.jit(lambda *x, m=mesh: context_parallel_attention(*x, mesh=m, seq_axis="context"))(q, k, v)
+        ring = functools.partial(context_parallel_attention, mesh=mesh, seq_axis="context", strategy="ring")
+        got = jax.jit(ring)(q, k, v)
         assert got.dtype == jnp.bfloat16
         error = jnp.abs(got.astype(jnp.float32) - expected.astype(jnp.float32)).max()
         assert error <= 2**-8 * jnp.abs(expected).max(), "more than the last rounding"
@@ -133,11 +146,54 @@ def test_hops_are_scanned():
         mesh = mesh_of((devices,), ("context",))
         q, k, v, *_ = inputs()
         text = (
-            jax.jit(lambda *x: context_parallel_attention(*x, mesh=mesh, seq_axis="context")).lower(q, k, v).as_text()
+            jax.jit(lambda *x: context_parallel_attention(*x, mesh=mesh, seq_axis="context", strategy="ring"))
+            .lower(q, k, v)
+            .as_text()
         )
         return text.count("collective_permute")
 
     assert 0 < sends(2) == sends(8)
+
+
+@pytest.mark.parametrize(
+    ("n", "n_kv", "devices", "expected"),
+    [
+        (32, 8, 8, (8, 4, 1)),
+        (32, 8, 16, (8, 4, 2)),
+        (32, 1, 8, (1, 32, 8)),
+        (5, 1, 4, (1, 8, 4)),  # the group padded
+        (6, 6, 4, (8, 1, 1)),  # kv heads padded
+        (4, 2, 8, (4, 2, 2)),  # both copies and padding: 8 query heads, not 16
+        (4, 2, 1, (2, 2, 1)),
+    ],
+)
+def test_heads_over_devices(n, n_kv, devices, expected):
+    heads = heads_over(n, n_kv, devices)
+    assert heads == expected
+    assert heads.kv_heads * heads.copies % devices == heads.kv_heads * heads.group % devices == 0
+    assert heads.group % heads.copies == 0
+
+
+@pytest.mark.parametrize(
+    ("length", "heads", "sends"),
+    [
+        (4 * 16384, (1, 1), "collective_permute"),
+        (4 * 2048, (8, 1), "collective_permute"),  # eight query heads a key: as much arithmetic a byte
+        (4 * 1024, (8, 4), "all_to_all"),
+        (4 * 1024, (8, 1), "all_to_all"),
+        (4 * 1024, (2, 2), "all_gather"),  # two heads for four devices
+    ],
+)
+def test_auto_follows_its_rule(length, heads, sends):
+    mesh = mesh_of((4,), ("context",))
+    q, k = (jax.ShapeDtypeStruct((1, length, n, 8), jnp.float32) for n in heads)
+
+    def attend(q, k, v):
+        return context_parallel_attention(q, k, v, mesh=mesh, seq_axis="context", implementation="xla")
+
+    text = jax.jit(attend).lower(q, k, k).as_text()
+    for collective in ("collective_permute", "all_to_all", "all_gather"):
+        assert (collective in text) == (collective == sends or (collective, sends) == ("all_gather", "all_to_all"))
 
 
 @pytest.mark.parametrize("layout", layouts.LAYOUTS)
@@ -158,7 +214,14 @@ def test_shard_and_unshard_are_inverse(layout):
         ({"seq_axis": None}, ValueError, "seq_axis: expected one of the mesh's axes, context, got None"),
         ({"mesh": "context"}, TypeError, "mesh: expected a jax.sharding.Mesh, got str"),
         ({"layout": "zigzag"}, ValueError, "sequence length 50 .* pad it to 56"),
-        ({"strategy": "spiral"}, NotImplementedError, "strategy: this release has auto, ring, got 'spiral'"),
+        ({"strategy": "spiral"}, ValueError, "strategy: expected auto, all_gather, ring, ulysses, usp, got 'spiral'"),
+        ({"strategy": "usp"}, ValueError, "seq_axis: usp does not work over 1 mesh axes.*name two, .ulysses, ring."),
+        (
+            {"seq_axis": ("context", "time")},
+            ValueError,
+            "seq_axis: expected one of the mesh's axes, context, got 'time'",
+        ),
+        ({"seq_axis": ()}, ValueError, "seq_axis: expected the name of a mesh axis, or two"),
         ({"head_axis": "context"}, ValueError, "head_axis: heads of query and key, 3 and 1, must divide by 4"),
     ],
 )

@@ -1,5 +1,7 @@
 """Attention over a sequence that is sharded along a mesh axis: global arrays in, global arrays out."""
 
+import math
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,10 +10,15 @@ from jax.sharding import PartitionSpec as P
 from ringtide.jax import dispatch, meshes
 from ringtide.jax.attention import Kernel, check, differentiable, numbers
 from ringtide.kernels import layouts
+from ringtide.kernels.context.all_gather import AllGather
 from ringtide.kernels.context.ring import Ring
+from ringtide.kernels.context.ulysses import Ulysses, heads_over
+from ringtide.kernels.context.usp import USP
 from ringtide.kernels.masks import Where
 
-STRATEGIES = {"ring": Ring}  # each turns a (forward, backward) pair on whole arrays into one on shards
+# Each turns a (forward, backward) pair on whole arrays into one on shards; usp over two mesh axes, the others over one.
+STRATEGIES = {"all_gather": AllGather, "ring": Ring, "ulysses": Ulysses, "usp": USP}
+COVERED = 16384  # FLOP a byte: what a TPU's matrix units do while its interconnect moves one, with room to spare
 
 
 def context_parallel_attention(
@@ -42,9 +49,13 @@ def context_parallel_attention(
 
     Args:
       mesh: a jax.sharding.Mesh.
-      seq_axis: the name of the mesh axis that time is sharded over, P devices. T and S must divide by P (zigzag: 2 P).
+      seq_axis: the name of the mesh axis that time is sharded over, P devices; for usp the names of two, (ulysses,
+        ring), P in all. T and S must divide by P (zigzag: 2 P).
       head_axis, batch_axis: names of mesh axes that heads and batch are sharded over, or None.
-      strategy: "ring" (K and V travel around the axis); "auto" chooses, at present always the ring.
+      strategy: "all_gather" (of K and V), "ring" (K and V travel around the axis), "ulysses" (an all-to-all shards the
+        heads instead), "usp" (both, over two axes), or "auto": usp for two axes; for one, the ring where a hop's
+        arithmetic hides its transfer, T / P * N / N_kv >= 16,384; else ulysses if the heads fit without padding; else
+        all_gather.
       layout: "contiguous", "zigzag" (balances causal work) or "striped": the order of the time axes of all arrays.
         Positions count in the original order, unless q_positions and kv_positions (in layout order) say otherwise.
       The rest is as in `attention`.
@@ -54,9 +65,7 @@ def context_parallel_attention(
     query, key, value, where, mask, sinks = check(
         query, key, value, mask, segment_ids, q_positions, kv_positions, sinks
     )
-    if strategy not in ("auto", *STRATEGIES):
-        raise NotImplementedError(f"strategy: this release has auto, {', '.join(STRATEGIES)}, got {strategy!r}")
-    shards = _axis_size("seq_axis", mesh, seq_axis)
+    axes, shards = _axes(mesh, seq_axis)
     for name, axis, what, sizes in (
         ("head_axis", head_axis, "heads of query and key", (query.shape[2], key.shape[2])),
         ("batch_axis", batch_axis, "batch", (query.shape[0],)),
@@ -69,15 +78,16 @@ def context_parallel_attention(
         q_pos=_positions(where.q_pos, query.shape[1], layout, shards),
         k_pos=_positions(where.k_pos, key.shape[1], layout, shards),
     )
+    strategy = _strategy(strategy, axes, query, key, shards, mesh.shape.get(head_axis, 1))
     local = Kernel(dispatch.names("attention", implementation), mask, *numbers(query, scale, logits_soft_cap))
-    kernel = STRATEGIES["ring" if strategy == "auto" else strategy](local, seq_axis)
+    kernel = STRATEGIES[strategy](local, axes if strategy == "usp" else axes[0])
 
-    tokens = P(batch_axis, seq_axis, head_axis, None)
+    tokens = P(batch_axis, axes, head_axis, None)
     specs = (
         tokens,
         tokens,
         tokens,
-        _where_specs(where, seq_axis, head_axis, batch_axis),
+        _where_specs(where, axes, head_axis, batch_axis),
         sinks if sinks is None else P(head_axis),
     )
     args = query, key, value, where, sinks
@@ -87,7 +97,7 @@ def context_parallel_attention(
         lambda *args: differentiable(kernel, *args, return_lse=True),
         mesh=mesh,
         in_specs=specs,
-        out_specs=(tokens, P(batch_axis, seq_axis, head_axis)),
+        out_specs=(tokens, P(batch_axis, axes, head_axis)),
     )
     out, lse = run(*args)
     return (out, lse) if return_lse else out
@@ -95,7 +105,7 @@ def context_parallel_attention(
 
 def shard_sequence(x, mesh, seq_axis, layout="contiguous"):
     """Brings x [B, T, ...] from the original order into layout order, sharded over `seq_axis`."""
-    return _reorder(x, mesh, seq_axis, layout, layouts.position_of, P(None, seq_axis))
+    return _reorder(x, mesh, seq_axis, layout, layouts.position_of, P(None, _axes(mesh, seq_axis)[0]))
 
 
 def unshard_sequence(x, mesh, seq_axis, layout="contiguous"):
@@ -107,12 +117,36 @@ def _reorder(x, mesh, seq_axis, layout, source, spec):
     x = jnp.asarray(x)
     if x.ndim < 2:
         raise ValueError(f"x: expected [B, T, ...], got shape {list(x.shape)}: add a batch axis")
-    order = source(np.arange(x.shape[1]), layout, x.shape[1], _axis_size("seq_axis", mesh, seq_axis))
+    order = source(np.arange(x.shape[1]), layout, x.shape[1], _axes(mesh, seq_axis)[1])
     if layout != "contiguous":
         if meshes.is_explicit(mesh):
             x = meshes.place(x, mesh, P())  # a gather along a sharded axis has no sharding of its own
         x = jnp.take(x, order, axis=1)
     return meshes.place(x, mesh, spec)
+
+
+def _axes(mesh, seq_axis):
+    """(seq_axis as a tuple of names, the devices along them)."""
+    axes = tuple(seq_axis) if isinstance(seq_axis, tuple | list) else (seq_axis,)
+    if len(axes) not in (1, 2):
+        raise ValueError(f"seq_axis: expected the name of a mesh axis, or two, (ulysses, ring), got {seq_axis!r}")
+    return axes, math.prod(_axis_size("seq_axis", mesh, axis) for axis in axes)
+
+
+def _strategy(name, axes, query, key, shards, head_shards):
+    """The name, checked, or what "auto" stands for."""
+    if name not in ("auto", *STRATEGIES):
+        raise ValueError(f"strategy: expected auto, {', '.join(STRATEGIES)}, got {name!r}")
+    if name != "auto" and (name == "usp") != (len(axes) == 2):
+        cure = "name one" if len(axes) == 2 else "name two, (ulysses, ring)"
+        raise ValueError(f"seq_axis: {name} does not work over {len(axes)} mesh axes, got {axes!r}: {cure}")
+    if name != "auto" or len(axes) == 2:
+        return "usp" if len(axes) == 2 else name
+    n, n_kv = query.shape[2] // head_shards, max(key.shape[2] // head_shards, 1)
+    if query.shape[1] // shards * (n // n_kv) >= COVERED:
+        return "ring"
+    heads = heads_over(n, n_kv, shards)
+    return "ulysses" if heads.kv_heads * heads.group == n else "all_gather"
 
 
 def _positions(given, length, layout, shards):
