@@ -66,6 +66,7 @@ def context_parallel_attention(
         query, key, value, mask, segment_ids, q_positions, kv_positions, sinks
     )
     axes, shards = _axes(mesh, seq_axis)
+    _check_strategy(strategy, axes)
     for name, axis, what, sizes in (
         ("head_axis", head_axis, "heads of query and key", (query.shape[2], key.shape[2])),
         ("batch_axis", batch_axis, "batch", (query.shape[0],)),
@@ -78,7 +79,8 @@ def context_parallel_attention(
         q_pos=_positions(where.q_pos, query.shape[1], layout, shards),
         k_pos=_positions(where.k_pos, key.shape[1], layout, shards),
     )
-    strategy = _strategy(strategy, axes, query, key, shards, mesh.shape.get(head_axis, 1))
+    if strategy == "auto":
+        strategy = _choose(axes, query, key, shards, mesh.shape.get(head_axis, 1))
     local = Kernel(dispatch.names("attention", implementation), mask, *numbers(query, scale, logits_soft_cap))
     kernel = STRATEGIES[strategy](local, axes if strategy == "usp" else axes[0])
 
@@ -133,16 +135,19 @@ def _axes(mesh, seq_axis):
     return axes, math.prod(_axis_size("seq_axis", mesh, axis) for axis in axes)
 
 
-def _strategy(name, axes, query, key, shards, head_shards):
-    """The name, checked, or what "auto" stands for."""
+def _check_strategy(name, axes):
     if name not in ("auto", *STRATEGIES):
         raise ValueError(f"strategy: expected auto, {', '.join(STRATEGIES)}, got {name!r}")
     if name != "auto" and (name == "usp") != (len(axes) == 2):
         cure = "name one" if len(axes) == 2 else "name two, (ulysses, ring)"
         raise ValueError(f"seq_axis: {name} does not work over {len(axes)} mesh axes, got {axes!r}: {cure}")
-    if name != "auto" or len(axes) == 2:
-        return "usp" if len(axes) == 2 else name
-    n, n_kv = query.shape[2] // head_shards, max(key.shape[2] // head_shards, 1)
+
+
+def _choose(axes, query, key, shards, head_shards):
+    """The strategy that "auto" stands for."""
+    if len(axes) == 2:
+        return "usp"
+    n, n_kv = query.shape[2] // head_shards, key.shape[2] // head_shards
     if query.shape[1] // shards * (n // n_kv) >= COVERED:
         return "ring"
     heads = heads_over(n, n_kv, shards)
