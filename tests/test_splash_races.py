@@ -111,7 +111,6 @@ def test_second_attempts(monkeypatch, limit):
     held(500, 500, Causal(), backward=False, height=height)
 
 
-@pytest.mark.xfail(strict=True, reason="the primitive has no effects, and lowering looks for those of the interpreter")
 def test_through_the_op_as_well():
     held(100, 100, Causal())
 

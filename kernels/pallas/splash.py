@@ -1,7 +1,7 @@
 """Splash attention for TPU, forward: exact softmax, streamed past a reference that is known before the tile.
 
     S^T = c K Q^T        c = scale log2 e; with a soft cap, S^T = cap log2 e tanh(K Q^T scale / cap)
-    P^T = 2^(S^T - m)    m: a row's reference, in powers of two
+    P^T = 2^(S^T - m)    m: a row's reference, in powers of two; with `fold`, c ([K 1] [Q -m/c]^T), see tiles.with_ones
     l   = sum_k P^T,  O^T = V^T P^T,  out = O / l,  lse = (m + log2 l) ln 2
 
 Scores stand transposed, [keys, rows]: a row's statistics are [1, rows] vectors that meet S^T by elementwise operations
@@ -20,9 +20,9 @@ is a branch on what happened, not on a bound: the product of norms of q and k, w
 times too large. Until all rows of a block have a reference (where masked tiles hid everything), tiles go online.
 
 Memory, bytes in VMEM (bfloat16, H = H_v = 128, rows 2048, keys 2048), and in scalar memory:
-    Q [rows, H or 2 H], O^T [H_v, rows], twice     3.0 M      lo, hi: 2 ints a query block
+    Q [rows, H], O^T [H_v, rows], twice            2.0 M      lo, hi: 2 ints a query block
     K [keys, H], V^T [H_v, keys], twice            2.0 M      given positions (or segment ids as well):
-    O^T float32, m, l                              1.1 M          2 (4) ints a query block and a chunk
+    O^T float32, m, l; [Q -m/c]                    2.1 M          2 (4) ints a query block and a chunk
     positions, segment ids [8, keys], twice        0.1 M
     S^T, P^T: what the compiler keeps of them       ~8 M
 
@@ -31,7 +31,7 @@ Limits: dense masks are refused (they are T x S); user functions may not capture
 How it got here (predicted by the compiler's schedule: share of a core's peak, full tile, head_dim 128):
     online maximum, scores [rows, keys]                       37 % tpu7x
     fixed reference, 1024 rows, 4096 keys in pieces of 1024   58 %           a tile is bound by its start and its end
-    scale folded into the half-empty contraction (tiles.fold) 59 %           a multiplication less for each score
+    m subtracted in the half-empty contraction of S           59 %           (so could the scale be, but not exactly)
     2048 rows, 2048 keys, one product                         62.5 % tpu7x, 59.6 % v6e; the limit is 66.7 %
     v5p, pieces of 2048, 1024, 512                            95.6, 96.9, 98.4 %   128-wide units want short pieces
 """
@@ -93,7 +93,6 @@ def _call(cut, chosen, scale, soft_cap, out_dtype, interpret, q, k, v):
     v = tiles.pad(tiles.pad(v, 1, cut.keys).transpose(0, 2, 3, 1).reshape(-1, cut.h_v, cut.nk * cut.keys), 1, 16)
     (lo, hi), _, q_ranges, k_ranges = cut.tables()
     unit = scale * math.log2(math.e) if soft_cap is None else scale / soft_cap
-    q, unit = tiles.fold(q, unit) if chosen.fold else (q, unit)
     h, h_v, rows, keys = k.shape[2], v.shape[1], cut.rows, cut.keys
     row = lambda h, i, *_: (h, i, 0, 0)
     hbm = pl.BlockSpec(memory_space=pl.ANY)
@@ -106,8 +105,11 @@ def _call(cut, chosen, scale, soft_cap, out_dtype, interpret, q, k, v):
         "acc": pltpu.VMEM((h_v, rows), jnp.float32),
         "slot": pltpu.SMEM((1,), jnp.int32),
         "ready": pltpu.SMEM((1,), jnp.int32),
+        "stale": pltpu.SMEM((1,), jnp.int32),
         "arrived": pltpu.SemaphoreType.DMA((3, 2)),
     }
+    if chosen.fold and soft_cap is None and tiles.half_fills(q) and unit:
+        scratch["q_less_m"] = pltpu.VMEM((rows, 2 * h), q.dtype)
     if cut.q_at is not None:
         in_specs += [pl.BlockSpec((1, 8, cut.span), lambda h, i, *_: (cut.sequence(h), 0, i)), hbm]
         arrays += [cut.q_at, cut.k_at]
@@ -136,7 +138,7 @@ def _call(cut, chosen, scale, soft_cap, out_dtype, interpret, q, k, v):
 
 def _kernel(
     cut, unit, soft_cap, lo, hi, q_ranges, k_ranges, q_ref, k_hbm, v_hbm, *refs,
-    k_buf, v_buf, m, l, acc, slot, ready, arrived, at_buf=None,
+    k_buf, v_buf, m, l, acc, slot, ready, stale, arrived, q_less_m=None, at_buf=None,
 ):  # fmt: skip
     """One query block."""
     *at, out_ref, lse_ref = refs
@@ -165,20 +167,32 @@ def _kernel(
     def _():
         slot[0] = 0
         start(last, 0)
+        if q_less_m is not None:
+            q_less_m[...] = jnp.zeros_like(q_less_m)
 
     # Compute: the keys [c, c + n) of the block in slot `at`.
 
     def scores(at, c, n):
-        k = k_buf[at, pl.ds(c, n)]
-        s = dot(tiles.twice(k) if unit is None else k, q_ref[0, 0], (1, 1))
-        s = s if unit is None else s * unit
+        s = dot(k_buf[at, pl.ds(c, n)], q_ref[0, 0], (1, 1)) * unit
         return s if soft_cap is None else soft_cap * math.log2(math.e) * jnp.tanh(s)
+
+    def scores_less_m(at, c, n):
+        if q_less_m is None:
+            return scores(at, c, n) - m[...]
+        pl.when(stale[0] == 1)(take_m)
+        return dot(tiles.with_ones(k_buf[at, pl.ds(c, n)]), q_less_m[...], (1, 1)) * unit
+
+    def take_m():
+        h = q_ref.shape[3]
+        q_less_m[:, :h] = q_ref[0, 0]
+        q_less_m[:, h : h + 8] = tiles.pieces(m[0] / unit).T.astype(q_less_m.dtype)
+        stale[0] = 0
 
     def values(at, c, n, p):
         return dot(v_buf[at, :, pl.ds(c, n)], p.astype(v_buf.dtype), (1, 0))
 
     def stream(at, c, n):
-        p = jnp.exp2(scores(at, c, n) - m[...])
+        p = jnp.exp2(scores_less_m(at, c, n))
         l[...] += jnp.sum(p, axis=0, keepdims=True)
         acc[...] += values(at, c, n, p)
 
@@ -190,6 +204,7 @@ def _kernel(
         l[...] = decay * l[...] + jnp.sum(p, axis=0, keepdims=True)
         acc[...] = decay * acc[...] + values(at, c, n, p)
         m[...] = m_new
+        stale[0] = 1
         ready[0] = (jnp.min(m_new) > -jnp.inf).astype(jnp.int32)
 
     def visible(to, j, c, n):

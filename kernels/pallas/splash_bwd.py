@@ -2,6 +2,7 @@
 
     S = c Q K^T,  P = 2^(S - lse),  dP = dO V^T,  dS = P (dP - delta)        c = scale log2 e, lse in powers of two
     dV^T += dO^T P,  dK^T += Q^T dS,  dQ += dS K                             dK and dQ times scale, once, at the end
+    with `fold`: [Q -lse/c] [K 1]^T and [dO -delta] [V 1]^T, see tiles.with_ones
     with a soft cap: t = tanh(Q K^T scale / cap), S = cap log2 e t, dS = P (dP - delta) (1 - t^2)
 
     for each key block (grid):                        K, V, dK^T, dV^T stay in VMEM
@@ -14,13 +15,13 @@ dQ lives in HBM once, in float32. Three slots in VMEM take turns: one is read ah
 A block that was written in one of the last two steps is read ahead only when that write is done (few query blocks).
 Blocks are visited in a fixed order, so results are the same bit for bit.
 
-Memory, bytes in VMEM (bfloat16, H = H_v = 128, rows 2048, keys 1024), and in HBM beside inputs and outputs:
-    Q, Q^T, dO, dO^T [rows, H], twice each     4.0 M      Q^T, dO^T, dQ float32, with `fold` 2 Q: 4 to 6 x Q
-    lse, delta, at [8, rows], twice            0.1 M      dK, dV float32 a stack of heads, where a kv head has several
-    the same as columns [rows, 8 (128)]        1.0 M
+Memory, bytes in VMEM (bfloat16, H = H_v = 128, rows 2048, keys 2048), and in HBM beside inputs and outputs:
+    Q, dO [rows, H or 2 H], Q^T, dO^T, twice   6.0 M      Q, dO in blocks, Q^T, dO^T, dQ float32: 6 x Q
+    lse, delta, at [8, rows], twice            0.1 M      `fold`: 2 x Q more
+    the same as columns [rows, 8 (128)]        1.0 M      dK, dV float32 a stack of heads, where a kv head has several
     dQ [rows, H] float32, three times          3.0 M
-    K, V, dK^T, dV^T, twice; float32 sums      2.0 M
-    S, P, dP, dS: what the compiler keeps     ~16 M
+    K, V, dK^T, dV^T, twice; float32 sums      6.0 M
+    S, P, dP, dS: what the compiler keeps     ~15 M
 
 Limits: those of the forward pass (splash.py).
 
@@ -28,9 +29,9 @@ How it got here (predicted by the compiler's schedule: share of a core's peak, f
     1024 rows, 1024 keys                                             49.5 % tpu7x, 97.4 % v5p
     lse and delta to columns once a block, not once a product        52.6 % tpu7x
     2048 rows                                                        55.0 % tpu7x: fewer starts and ends
-    scale folded into the half-empty contraction of S                57.8 % tpu7x; the limit is 62.5 % (dQ half fills)
-    head_dim 256, pieces of 1024, 512                                85.1, 89.8 % tpu7x
-    v5p, 1024 keys, 2048 keys, in pieces of 512                      96.0, 97.7 %
+    lse and delta subtracted in the half-empty contractions          57.8 % tpu7x; the limit is 62.5 % (dQ half fills)
+    2048 keys                                                        59.9 % tpu7x; 96.0 to 97.7 % v5p
+    head_dim 256, pieces of 1024, 512; 2048 keys                     85.1, 89.8; 96.2 % tpu7x
 """
 
 import functools
@@ -46,12 +47,14 @@ from ringtide.kernels.pallas.tiles import Cut, Schedule, Tiles, dot
 
 TILES = {  # chip -> head_dim up to -> sizes, found by `ringtide bench tune splash`
     "v5p": {256: Tiles(rows=2048, keys=2048, chunk=512, piece=512)},
-    "v6e": {128: Tiles(2048, 1024, 512, 512, fold=True), 256: Tiles(2048, 1024, 512, 512)},
-    "7x": {128: Tiles(2048, 1024, 512, 1024, fold=True), 256: Tiles(2048, 1024, 512, 512)},
+    "v6e": {128: Tiles(2048, 2048, 512, 512, fold=True), 256: Tiles(2048, 2048, 512, 512)},
+    "7x": {128: Tiles(2048, 2048, 512, 2048, fold=True), 256: Tiles(2048, 2048, 512, 512)},
     "unknown": {256: Tiles(2048, 1024, 512, 512)},
     tiles.INTERPRET: {256: Tiles(256, 256, 128, 256)},
 }
 SLOTS = 3  # of dQ
+LOG2E = math.log2(math.e)
+FAR = 1e30
 
 
 def backward(
@@ -78,17 +81,22 @@ def backward(
 def _call(cut, chosen, scale, soft_cap, dtypes, interpret, q, k, v, dout, lse, delta):
     blocks = lambda x: tiles.pad(cut.queries(x).reshape(-1, cut.nq, cut.rows, x.shape[3]), 3, tiles.LANES)
     q, dout, k, v = blocks(q), blocks(dout), cut.keys_first(k), cut.keys_first(v)
-    row = _rows(cut, lse, delta)
+    lse, delta = (cut.queries(x, fill).reshape(*q.shape[:3]) for x, fill in ((lse * LOG2E, jnp.inf), (delta, 0)))
     _, (lo, hi), q_ranges, k_ranges = cut.tables()
-    unit = scale * math.log2(math.e) if soft_cap is None else scale / soft_cap
-    q_s, unit = tiles.fold(q, unit) if chosen.fold else (q, unit)
+    unit = scale * LOG2E if soft_cap is None else scale / soft_cap
+    fold = chosen.fold and tiles.half_fills(q) and tiles.half_fills(dout) and soft_cap is None and unit != 0
     (stacks, nq, rows, h), h_v, keys = q.shape, v.shape[2], cut.keys
     per_kv_head = cut.stacks // cut.n_kv
     of_kv_head = lambda h, j, *_: (cut.kv_head(h), j, 0)
     grad = lambda h, j, *_: (h, 0, j)
     hbm = pl.BlockSpec(memory_space=pl.ANY)
-    streams = [q_s, q.swapaxes(2, 3), dout, dout.swapaxes(2, 3), row]
-    in_specs = [pl.BlockSpec((1, keys, h), of_kv_head), pl.BlockSpec((1, keys, h_v), of_kv_head), *[hbm] * 6]
+    streams = [q, dout, q.swapaxes(2, 3), dout.swapaxes(2, 3)]
+    if fold:  # lse of +inf, where nothing is visible: P is 0 as well if it is only far enough out
+        streams[:2] = tiles.less(q, jnp.clip(lse / unit, -FAR, FAR)), tiles.less(dout, delta)
+    if not fold or cut.q_at is not None:
+        streams.append(_rows(cut, lse, delta))
+    in_specs = [pl.BlockSpec((1, keys, h), of_kv_head), pl.BlockSpec((1, keys, h_v), of_kv_head)]
+    in_specs += [hbm] * (len(streams) + 1)
     arrays = [k, v, *streams, jnp.zeros_like(q, jnp.float32)]
     if cut.k_at is not None:
         in_specs.insert(2, pl.BlockSpec((1, 8, keys), lambda h, j, *_: (cut.sequence(h), 0, j)))
@@ -105,12 +113,10 @@ def _call(cut, chosen, scale, soft_cap, dtypes, interpret, q, k, v, dout, lse, d
         "dq_arrived": pltpu.SemaphoreType.DMA((SLOTS,)),
         "dq_left": pltpu.SemaphoreType.DMA((SLOTS,)),
     }
-    if unit is None:
-        scratch["k_twice"] = pltpu.VMEM((keys, 2 * h), k.dtype)
     partial = per_kv_head > 1  # several stacks share a kv head: their dk and dv are summed in float32
     out = lambda h, dtype: tiles.shape((stacks, h, cut.nk * keys), jnp.float32 if partial else tiles.widen(dtype), q)
     dk, dv, dq = pl.pallas_call(
-        tiles.named(functools.partial(_kernel, cut, scale, unit, soft_cap), scratch),
+        tiles.named(functools.partial(_kernel, cut, scale, unit, soft_cap, fold), scratch),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=4,
             grid=(stacks, cut.nk),
@@ -134,8 +140,7 @@ def _call(cut, chosen, scale, soft_cap, dtypes, interpret, q, k, v, dout, lse, d
 
 def _rows(cut, lse, delta):
     """[B * stacks, nq, 8, rows] int32: lse in powers of two and delta (both as bits), position, segment id."""
-    bits = lambda x: lax.bitcast_convert_type(x.reshape(*x.shape[:2], cut.rows), jnp.int32)
-    rows = [bits(cut.queries(lse * math.log2(math.e), fill=jnp.inf)), bits(cut.queries(delta))]
+    rows = [lax.bitcast_convert_type(x, jnp.int32) for x in (lse, delta)]
     if cut.q_at is not None:
         for at in (cut.q_at[:, 0], cut.q_at[:, 1]):
             at = at.reshape(at.shape[0], 1, cut.nq, 1, cut.span)
@@ -145,12 +150,13 @@ def _rows(cut, lse, delta):
 
 
 def _kernel(
-    cut, scale, unit, soft_cap, lo, hi, q_ranges, k_ranges, k_ref, v_ref, *refs,
-    buffers, dq_buf, column, dk, dv, state, leaving, arrived, dq_arrived, dq_left, k_twice=None,
+    cut, scale, unit, soft_cap, fold, lo, hi, q_ranges, k_ranges, k_ref, v_ref, *refs,
+    buffers, dq_buf, column, dk, dv, state, leaving, arrived, dq_arrived, dq_left,
 ):  # fmt: skip
     """One key block."""
-    *at, q_hbm, qt_hbm, do_hbm, dot_hbm, row_hbm, _, dk_ref, dv_ref, dq_hbm = refs
-    q_buf, qt_buf, do_buf, dot_buf, row_buf = buffers
+    *refs, _, dk_ref, dv_ref, dq_hbm = refs
+    at, streams = refs[: -len(buffers)], refs[-len(buffers) :]
+    q_buf, do_buf, qt_buf, dot_buf, *row_buf = buffers
     head, j = pl.program_id(0), pl.program_id(1)
     b = cut.sequence(head)
     schedule = Schedule(cut, b, q_ranges, k_ranges)
@@ -159,7 +165,7 @@ def _kernel(
     # Load: a query block into one of two slots, its dQ into one of three; dQ also leaves.
 
     def copies(i, to):
-        for x, (hbm, buffer) in enumerate(zip((q_hbm, qt_hbm, do_hbm, dot_hbm, row_hbm), buffers, strict=True)):
+        for x, (hbm, buffer) in enumerate(zip(streams, buffers, strict=True)):
             yield pltpu.make_async_copy(hbm.at[head, i], buffer.at[to], arrived.at[x, to])
 
     def start(i, to):
@@ -190,33 +196,32 @@ def _kernel(
 
     dk[...] = jnp.zeros_like(dk)
     dv[...] = jnp.zeros_like(dv)
-    if unit is None:
-        k_twice[...] = tiles.twice(k_ref[0])
 
     # Compute: query block i against the keys [c, c + n).
 
-    def scores(q, c, n):
-        if unit is None:
-            return dot(q, k_twice[pl.ds(c, n)], (1, 1))
-        return dot(q, k_ref[0, pl.ds(c, n)], (1, 1)) * unit
-
     def tile(i, at_q, at_dq, c, n, masked):
         keys = pl.ds(c, n)
-        lse, delta = (lax.bitcast_convert_type(column[:, x : x + 1], jnp.float32) for x in (0, 1))
-        s = scores(q_buf[at_q], c, n)
-        if soft_cap is not None:
-            t = jnp.tanh(s)
-            s = soft_cap * math.log2(math.e) * t
-        p = jnp.exp2(s - lse)
+        q, do, k, v = q_buf[at_q], do_buf[at_q], k_ref[0, keys], v_ref[0, keys]
+        if fold:
+            p = jnp.exp2(dot(q, tiles.with_ones(k), (1, 1)) * unit)
+            dp = dot(do, tiles.with_ones(v), (1, 1))
+        else:
+            lse, delta = (lax.bitcast_convert_type(column[:, x : x + 1], jnp.float32) for x in (0, 1))
+            s = dot(q, k, (1, 1)) * unit
+            if soft_cap is not None:
+                t = jnp.tanh(s)
+                s = soft_cap * LOG2E * t
+            p = jnp.exp2(s - lse)
+            dp = dot(do, v, (1, 1)) - delta
         if masked:
             p = jnp.where(visible(i, c, n), p, 0.0)
         dv[:, keys] += dot(dot_buf[at_q], p.astype(do_buf.dtype), (1, 0))
-        ds = p * (dot(do_buf[at_q], v_ref[0, keys], (1, 1)) - delta)
+        ds = p * dp
         if soft_cap is not None:
             ds *= 1 - t * t
         ds = ds.astype(qt_buf.dtype)
         dk[:, keys] += dot(qt_buf[at_q], ds, (1, 0))
-        dq_buf[at_dq] += dot(ds, k_ref[0, keys], (1, 0))
+        dq_buf[at_dq] += dot(ds, k, (1, 0))
 
     def visible(i, c, n):
         index = j * cut.keys + c + lax.broadcasted_iota(jnp.int32, (1, n), 1)
@@ -229,7 +234,8 @@ def _kernel(
         return cut.visible(q_at, k_at, index)
 
     def query_block(i, at_q, at_dq):
-        column[...] = row_buf[at_q].T
+        if row_buf:
+            column[...] = row_buf[0][at_q].T
         _, whole = schedule.tile(i, j)
 
         def chunk(x, _):

@@ -34,7 +34,7 @@ class Tiles(NamedTuple):
     keys: int  # of a key block: what one DMA brings
     chunk: int  # keys that are tested, masked or skipped together where a block is not visible throughout
     piece: int  # keys of one matrix product where it is
-    fold: bool = False  # the scale goes into a product whose contraction would half fill a 256-wide matrix unit
+    fold: bool = False  # subtractions go into products whose contraction half fills a 256-wide matrix unit: `with_ones`
 
 
 class Ranges(NamedTuple):
@@ -233,22 +233,38 @@ def dot(a, b, contract):
     return lax.dot_general(a, b, dims, precision=precision, preferred_element_type=jnp.float32)
 
 
-def fold(q, unit):
-    """(q', None), such that q' twice(k)^T is unit * q k^T, where that costs a matrix unit nothing; else (q, unit).
+def half_fills(x):
+    """Is x [..., H] such that its products half fill a contraction that is 256 wide?"""
+    return x.dtype == jnp.bfloat16 and x.shape[-1] == LANES
 
-    [..., 128] bfloat16 fills only half of a contraction that is 256 wide. The other half takes the rest of q * unit, to
-    16 bits in all, which saves a multiplication of every score.
+
+def pieces(row):
+    """float32 [..., rows], negated, as [..., 8, rows]: three numbers that bfloat16 holds, whose sum it is, and zeros."""
+    high = _truncated(row)
+    middle = _truncated(row - high)
+    parts = [-high, -middle, middle + high - row]
+    place = lax.broadcasted_iota(jnp.int32, (8, row.shape[-1]), 0)
+    return sum(jnp.where(place == i, part[..., None, :], 0.0) for i, part in enumerate(parts))
+
+
+def less(x, row):
+    """[..., rows, 128] bfloat16 and [..., rows] float32 -> [..., rows, 256]: what subtracts row, times `with_ones`."""
+    lanes = jnp.swapaxes(pieces(row), -1, -2).astype(x.dtype)
+    return jnp.concatenate([x, pad(lanes, -1, LANES)], axis=-1)
+
+
+def _truncated(x):  # to bfloat16's 8 bits, by hand: compilers like to leave a conversion there and back out
+    return lax.bitcast_convert_type(lax.bitcast_convert_type(x, jnp.int32) & ~0xFFFF, jnp.float32)
+
+
+def with_ones(x):
+    """[keys, 128] -> [keys, 256]: less(q, row) with_ones(x)^T is q x^T - row, summed in float32.
+
+    Where 128 fills half of a contraction that is 256 wide, the subtraction of a number a row costs nothing there, and
+    the vector unit is left with less. It is as exact as the subtraction in float32.
     """
-    if q.dtype != jnp.bfloat16 or q.shape[-1] != LANES:
-        return q, unit
-    scaled = q.astype(jnp.float32) * unit
-    high = scaled.astype(jnp.bfloat16)
-    return jnp.concatenate([high, (scaled - high.astype(jnp.float32)).astype(jnp.bfloat16)], axis=-1), None
-
-
-def twice(k):
-    """[keys, H] -> [keys, 2 H], the other factor of what `fold` gives."""
-    return jnp.concatenate([k, k], axis=1)
+    lane = lax.broadcasted_iota(jnp.int32, x.shape, 1)
+    return jnp.concatenate([x, jnp.where(lane < 3, 1.0, 0.0).astype(x.dtype)], axis=1)
 
 
 def choose(table, name, head_dim, dtype):
