@@ -82,11 +82,11 @@ def _mask(case):
 
 def _bytes(case, counts, rows, keys, fold):
     """HBM traffic. Forward: q, out, lse a row; k, v a step. Backward: k, v, dk, dv a row; q, q^T, dout, dout^T, dq in
-    float32 in and out, 32 bytes of statistics a step, and with `fold` q once more, in two halves."""
+    float32 in and out, 32 bytes of statistics a step, and with `fold` as much again for what q and dout are less."""
     token = case.token_bytes
     if case.pass_ == "forward":
         return counts["rows"] * rows * (2 * token + 4) + counts["steps"] * keys * 2 * token
-    return counts["rows"] * keys * 4 * token + counts["steps"] * rows * (8 * token + 32 + fold * token)
+    return counts["rows"] * keys * 4 * token + counts["steps"] * rows * (8 * token + 32 + fold * 2 * token)
 
 
 def visits(case, span, keys, chunk):
@@ -147,7 +147,8 @@ def nested_costs(kernel):
         stream  a whole block, no mask         link    in the chunk loop, outside bodies
         chunk   a chunk, no mask               mixed   a chunk that needs a mask: the most selects
 
-    A body without a region of its own (no chunk loop, say) is None. "mxu" and "spills" are {body: ...}.
+    A body without a region of its own (no chunk loop, say) is None. A branch without matrix work inside a body is what
+    the first of a row does: it belongs to the row. "mxu" and "spills" are {body: ...}.
     """
     step = grid = _busiest_loop(kernel.root)
     if not grid:
@@ -167,11 +168,14 @@ def nested_costs(kernel):
         skip = {id(region) for part in inner if part for region in part.walk()}
         return sum(region.cycles for region in loop.walk() if id(region) not in skip)
 
+    def first(body):
+        return sum(part.total for part in body.within if part.kind == "branch" and not _work(part)) if body else 0
+
     return {
-        "row": outside(grid, step),
+        "row": outside(grid, step) + max(map(first, bodies.values())),
         "step": outside(step, links, *whole),
         "link": outside(links, *in_chunks) if links else 0,
-        **{name: body and body.total for name, body in bodies.items()},
+        **{name: body and body.total - first(body) for name, body in bodies.items()},
         "mxu": {name: body and _work(body) for name, body in bodies.items()},
         "spills": {name: body and body.spills for name, body in bodies.items()},
     }

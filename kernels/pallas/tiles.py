@@ -239,7 +239,7 @@ def half_fills(x):
 
 
 def pieces(row):
-    """float32 [..., rows], negated, as [..., 8, rows]: three numbers that bfloat16 holds, whose sum it is, and zeros."""
+    """float32 [..., rows], negated, as [..., 8, rows]: three numbers that bfloat16 holds, of that sum, and zeros."""
     high = _truncated(row)
     middle = _truncated(row - high)
     parts = [-high, -middle, middle + high - row]
