@@ -58,6 +58,8 @@ def _is_mask(text):
 
 
 def _check(case):
+    if case.head_dim > 1024:
+        raise ValueError(f"--shape: head_dim={case.head_dim} is more than 1024, beyond what the kernels are for")
     if case.heads % case.kv_heads:
         raise ValueError(f"--shape: heads={case.heads} is not a multiple of kv_heads={case.kv_heads}")
     kind, _, n = case.mask.partition(":")

@@ -12,7 +12,7 @@ from jax import lax
 from jax.core import ShapedArray
 from jax.experimental.pallas import tpu as pltpu
 from jax.extend.core import Primitive
-from jax.interpreters import batching, mlir
+from jax.interpreters import ad, batching, mlir
 
 from ringtide.kernels.pallas.tiles import INTERPRET
 
@@ -47,7 +47,7 @@ _kernel.def_impl(lambda *args, **how: jax.jit(lambda *args: _kernel.bind(*args, 
 
 
 @_kernel.def_abstract_eval
-def _(like, *avals, call, interpret, outs):
+def _abstract(like, *avals, call, interpret, outs):
     spec = lambda shape: like.sharding.update(spec=jax.P(*[None] * len(shape)))
     return [like.update(shape=s, dtype=d, weak_type=False, sharding=spec(s)) for s, d in outs]
 
@@ -80,6 +80,23 @@ def _batch(args, axes, *, call, interpret, outs):
     return [x.reshape(size, batch, *x.shape[1:]) for x in results], [0] * len(results)
 
 
+def _jvp(primals, tangents, *, outs, **how):
+    """Fails when lowered, not here: under `lax.platform_dependent` another kernel may be the one that is lowered."""
+    return _kernel.bind(*primals, outs=outs, **how), _tangents.bind(*primals, outs=outs)
+
+
+def _lower_tangents(ctx, *args, **how):
+    raise NotImplementedError(
+        'a Pallas kernel is differentiable by jax.grad or jax.vjp, once: use implementation="xla" for forward mode '
+        "and for second derivatives"
+    )
+
+
+_tangents = Primitive("kernel_tangents")
+_tangents.multiple_results = True
+_tangents.def_abstract_eval(lambda *avals, outs: _abstract(*avals, call=None, interpret=None, outs=outs))
+mlir.register_lowering(_tangents, _lower_tangents)
+ad.primitive_jvps[_kernel] = _jvp
 mlir.register_lowering(_kernel, lambda *args, **how: _lower(False, *args, **how))
 mlir.register_lowering(_kernel, lambda *args, **how: _lower(True, *args, **how), platform="tpu")
 batching.primitive_batchers[_kernel] = _batch

@@ -15,9 +15,10 @@ across registers, without lane reductions, and O^T [H_v, rows] fills a 256-wide 
 
 The reference is exact. It is the maximum of the scores a row has really seen on the online path (the diagonal, which
 comes first), so l >= 1 and nothing can underflow. A score above m by more than 100 powers of two would overflow, and
-shows: l passes 2^100 or O is no longer finite. Then the query block is done again online, where 2^(S - m) <= 1. That
-is a branch on what happened, not on a bound: the product of norms of q and k, which bounds a score, is easily ten
-times too large. Until all rows of a block have a reference (where masked tiles hid everything), tiles go online.
+shows: l passes 2^100 or O is no longer finite. Then the query block is done again online, where 2^(S - m) <= 1, and
+the rows that need it take the second result (the others keep theirs: no row depends on its neighbours). That is a
+branch on what happened, not on a bound: the product of norms of q and k, which bounds a score, is easily ten times
+too large. Until all rows of a block have a reference (where masked tiles hid everything), tiles go online.
 
 Memory, bytes in VMEM (bfloat16, H = H_v = 128, rows 2048, keys 2048), and in scalar memory:
     Q [rows, H], O^T [H_v, rows], twice            2.0 M      lo, hi: 2 ints a query block
@@ -26,7 +27,8 @@ Memory, bytes in VMEM (bfloat16, H = H_v = 128, rows 2048, keys 2048), and in sc
     positions, segment ids [8, keys], twice        0.1 M
     S^T, P^T: what the compiler keeps of them       ~8 M
 
-Limits: dense masks are refused (they are T x S); user functions may not capture arrays. Any T, S, H, H_v, N / N_kv.
+Limits: dense masks are refused (they are T x S); user functions may not capture arrays. Any T, S, H, H_v, N / N_kv;
+with segment ids or positions a sequence, B S up to some 20M tokens a device, by the 1 MiB of scalar memory.
 
 How it got here (predicted by the compiler's schedule: share of a core's peak, full tile, head_dim 128):
     online maximum, scores [rows, keys]                       37 % tpu7x
@@ -90,7 +92,7 @@ def forward(q, k, v, where, *, mask, scale, soft_cap=None, out_dtype=None, sizes
 def _call(cut, chosen, scale, soft_cap, out_dtype, interpret, q, k, v):
     q = tiles.pad(cut.queries(q).reshape(cut.b * cut.stacks, cut.nq, cut.rows, cut.h), 3, tiles.LANES)
     k = cut.keys_first(k)
-    v = tiles.pad(tiles.pad(v, 1, cut.keys).transpose(0, 2, 3, 1).reshape(-1, cut.h_v, cut.nk * cut.keys), 1, 16)
+    v = tiles.pad(tiles.pad(v, 1, cut.keys).transpose(0, 2, 3, 1).reshape(len(k), cut.h_v, k.shape[1]), 1, 16)
     (lo, hi), _, q_ranges, k_ranges = cut.tables()
     unit = scale * math.log2(math.e) if soft_cap is None else scale / soft_cap
     h, h_v, rows, keys = k.shape[2], v.shape[1], cut.rows, cut.keys
@@ -103,6 +105,7 @@ def _call(cut, chosen, scale, soft_cap, out_dtype, interpret, q, k, v):
         "m": pltpu.VMEM((1, rows), jnp.float32),
         "l": pltpu.VMEM((1, rows), jnp.float32),
         "acc": pltpu.VMEM((h_v, rows), jnp.float32),
+        "bad": pltpu.VMEM((1, rows), jnp.float32),
         "slot": pltpu.SMEM((1,), jnp.int32),
         "ready": pltpu.SMEM((1,), jnp.int32),
         "stale": pltpu.SMEM((1,), jnp.int32),
@@ -138,7 +141,7 @@ def _call(cut, chosen, scale, soft_cap, out_dtype, interpret, q, k, v):
 
 def _kernel(
     cut, unit, soft_cap, lo, hi, q_ranges, k_ranges, q_ref, k_hbm, v_hbm, *refs,
-    k_buf, v_buf, m, l, acc, slot, ready, stale, arrived, q_less_m=None, at_buf=None,
+    k_buf, v_buf, m, l, acc, bad, slot, ready, stale, arrived, q_less_m=None, at_buf=None,
 ):  # fmt: skip
     """One query block."""
     *at, out_ref, lse_ref = refs
@@ -239,7 +242,7 @@ def _kernel(
             lax.fori_loop(0, cut.chunks, chunk, None)
 
     def attempt(careful):
-        """All key blocks; then the result, and whether it must be done again. `careful` is online and fetches late."""
+        """All key blocks, and the result. Returns 1 if it must be done again, `careful`: online, and fetching late."""
         m[...] = jnp.full_like(m, -jnp.inf)
         l[...] = jnp.zeros_like(l)
         acc[...] = jnp.zeros_like(acc)
@@ -260,9 +263,22 @@ def _kernel(
         after = lax.fori_loop(0, last - first + 1, step, jnp.where(careful, 1 - slot[0], slot[0]))
         slot[0] = jnp.where(careful, 1 - after, after)
         out = acc[...] * jnp.where(l[...] == 0, 0.0, 1 / l[...])
-        out_ref[0, 0] = out.astype(out_ref.dtype)
-        lse_ref[0, 0] = (m[...] + jnp.log2(l[...])) * math.log(2)
-        fine = (jnp.max(l[...]) < OVERFLOW) & (jnp.max(jnp.abs(out)) < jnp.inf)
-        return jnp.where(fine | careful, 2, 1)
+        exponent, fraction = tiles.frexp2(l[...])
+        lse = (m[...] + exponent + jnp.log2(fraction)) * math.log(2)  # l may be 2^100, and log2 of that inexact
+        lse = jnp.where(l[...] == 0, -jnp.inf, lse)
+
+        @pl.when(~careful)
+        def _():
+            out_ref[0, 0] = out.astype(out_ref.dtype)
+            lse_ref[0, 0] = lse
+            fine = (l[...] < OVERFLOW) & (jnp.max(jnp.abs(out), axis=0, keepdims=True) < jnp.inf)
+            bad[...] = jnp.where(fine, 0.0, 1.0)
+
+        @pl.when(careful)
+        def _():
+            out_ref[0, 0] = jnp.where(bad[...] > 0, out.astype(out_ref.dtype), out_ref[0, 0])
+            lse_ref[0, 0] = jnp.where(bad[...] > 0, lse, lse_ref[0, 0])
+
+        return jnp.where(careful | (jnp.max(bad[...]) == 0), 2, 1)
 
     lax.while_loop(lambda tries: tries < 2, lambda tries: attempt(tries == 1), 0)

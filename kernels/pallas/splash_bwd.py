@@ -79,7 +79,9 @@ def backward(
 
 
 def _call(cut, chosen, scale, soft_cap, dtypes, interpret, q, k, v, dout, lse, delta):
-    blocks = lambda x: tiles.pad(cut.queries(x).reshape(-1, cut.nq, cut.rows, x.shape[3]), 3, tiles.LANES)
+    blocks = lambda x: tiles.pad(
+        cut.queries(x).reshape(cut.b * cut.stacks, cut.nq, cut.rows, x.shape[3]), 3, tiles.LANES
+    )
     q, dout, k, v = blocks(q), blocks(dout), cut.keys_first(k), cut.keys_first(v)
     lse, delta = (cut.queries(x, fill).reshape(*q.shape[:3]) for x, fill in ((lse * LOG2E, jnp.inf), (delta, 0)))
     _, (lo, hi), q_ranges, k_ranges = cut.tables()

@@ -10,7 +10,8 @@ causal mask crosses fewer columns. A key block is `keys` keys in a row, cut into
 Which tiles hold something visible, and which are visible throughout, follows from the least and the greatest position
 and segment id of a block (`Mask.block`). Without given positions these are arithmetic on the block's index; with given
 ones they are two ints a block in scalar memory. So is, for each block of the outer loop, the range of inner blocks that
-it visits. Nothing grows with T * S.
+it visits. Nothing in scalar memory grows with T * S, nor does what is traced; the ranges are found on the device, by a
+reduction over pairs of blocks.
 """
 
 import functools
@@ -63,6 +64,9 @@ class Cut:
         self.padded = self.s % self.keys != 0
         self.q_at = self._at(where.q_pos, where.q_seg, self.t, self.span)
         self.k_at = self._at(where.k_pos, where.k_seg, self.s, self.keys)
+        if self.q_at is not None:  # given a sequence on one side, shared on the other
+            batch = max(self.q_at.shape[0], self.k_at.shape[0])
+            self.q_at, self.k_at = (jnp.broadcast_to(x, (batch, *x.shape[1:])) for x in (self.q_at, self.k_at))
 
     # Arrays in blocks, padded with zeros.
 
@@ -210,8 +214,8 @@ def up(n, multiple):
 
 
 def pad(x, axis, multiple, **how):
-    """x, its axis padded to a multiple; with zeros unless `how` says otherwise."""
-    short = -x.shape[axis] % multiple
+    """x, its axis padded to a multiple, of at least one; with zeros unless `how` says otherwise."""
+    short = up(max(x.shape[axis], 1), multiple) - x.shape[axis]
     if not short:
         return x
     if how.get("mode") == "edge":
@@ -251,6 +255,14 @@ def less(x, row):
     """[..., rows, 128] bfloat16 and [..., rows] float32 -> [..., rows, 256]: what subtracts row, times `with_ones`."""
     lanes = jnp.swapaxes(pieces(row), -1, -2).astype(x.dtype)
     return jnp.concatenate([x, pad(lanes, -1, LANES)], axis=-1)
+
+
+def frexp2(x):
+    """(e, f), float32, of positive normal float32 x = 2^e f, 1 <= f < 2."""
+    bits = lax.bitcast_convert_type(x, jnp.int32)
+    exponent = lax.shift_right_logical(bits, jnp.int32(23)) - 127
+    fraction = lax.bitcast_convert_type((bits & 0x7FFFFF) | 0x3F800000, jnp.float32)
+    return exponent.astype(jnp.float32), fraction
 
 
 def _truncated(x):  # to bfloat16's 8 bits, by hand: compilers like to leave a conversion there and back out
