@@ -155,6 +155,19 @@ def test_hops_are_scanned():
     assert 0 < sends(2) == sends(8)
 
 
+@pytest.mark.parametrize("strategy", ["ring", "all_gather", "ulysses"])
+@pytest.mark.parametrize(("t", "s"), [(0, 8), (8, 0)])
+def test_empty_sequences(strategy, t, s):
+    mesh = mesh_of((4,), ("context",))
+    q, k = jnp.ones((1, t, 4, 8)), jnp.ones((1, s, 4, 8))
+
+    def total(q, k, v):
+        return context_parallel_attention(q, k, v, mesh=mesh, seq_axis="context", strategy=strategy).sum()
+
+    grads = jax.jit(jax.grad(total, (0, 1, 2)))(q, k, k)
+    assert not any(x.any() for x in grads)
+
+
 @pytest.mark.parametrize(
     ("n", "n_kv", "devices", "expected"),
     [

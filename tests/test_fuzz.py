@@ -320,7 +320,7 @@ def test_ringtide_gla():
 
 @pytest.mark.parametrize("layout", ["zigzag", pytest.param("striped", marks=pytest.mark.slow)])
 def test_ring(layout):
-    ring = whole(ringtide.context_parallel_attention, layout=layout)
+    ring = whole(ringtide.context_parallel_attention, layout=layout, strategy="ring")
     report = check(ring, "attention", cases=12, seed=1, block=16)
     assert report, report
 

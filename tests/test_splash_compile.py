@@ -132,11 +132,11 @@ def arguments(length):
 
 @pytest.mark.parametrize("chip", ["tpu7x", pytest.param("v5p", marks=pytest.mark.slow)])
 def test_four_million_tokens(chip):
-    """Forward and backward, and beside the float32 dQ, what is stored is a few times q."""
+    """Forward and backward; stored is a few times q: 9 times on v5p, 11 with `fold` (q and dout twice as wide)."""
     length = 1 << 22
     memory = compile_for(chip, step, *arguments(length)).memory_analysis()
     q = length * 4 * 128 * 2
-    assert memory.temp_size_in_bytes < 10 * q
+    assert memory.temp_size_in_bytes < 12 * q
 
 
 def test_programs_do_not_grow_with_the_length():

@@ -73,14 +73,13 @@ class Kernel(NamedTuple):
 
     def forward(self, q, k, v, where, *, out_dtype=None):
         if not (q.size and k.size):  # kernels never see an empty array
-            return jnp.zeros((*q.shape[:3], v.shape[3]), out_dtype or q.dtype), jnp.full(
-                q.shape[:3], -jnp.inf, jnp.float32
-            )
+            out = jnp.full_like(q[..., :1], 0, out_dtype or q.dtype)  # a mesh sees where these lie by q
+            return jnp.broadcast_to(out, (*q.shape[:3], v.shape[3])), jnp.full_like(q[..., 0], -jnp.inf, jnp.float32)
         return self._call("forward", q, k, v, where, out_dtype=out_dtype)
 
     def backward(self, q, k, v, *args, out_dtype=None):
         if not (q.size and k.size):
-            return tuple(jnp.zeros(x.shape, out_dtype or x.dtype) for x in (q, k, v))
+            return tuple(jnp.full_like(x, 0, out_dtype or x.dtype) for x in (q, k, v))
         return self._call("backward", q, k, v, *args, out_dtype=out_dtype)
 
     def _call(self, function, *args, **options):

@@ -29,7 +29,8 @@ class AllGather(NamedTuple):
         """(dq, dk, dv) of the shard, given lse and delta over the keys of all shards."""
         grads = self.local.backward(q, *self._gather(k, v, where), dout, lse, delta, out_dtype=jnp.float32)
         dq, *dkv = grads
-        dkv = (lax.psum_scatter(dx, self.axis, scatter_dimension=1, tiled=True) for dx in dkv)
+        if k.size:  # which XLA insists on
+            dkv = (lax.psum_scatter(dx, self.axis, scatter_dimension=1, tiled=True) for dx in dkv)
         return tuple(dx.astype(out_dtype or x.dtype) for dx, x in zip((dq, *dkv), (q, k, v), strict=True))
 
     def _gather(self, k, v, where):

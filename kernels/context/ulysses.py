@@ -104,4 +104,4 @@ def _pad_heads(x, n_kv, heads, fill):
     pad = [(0, 0)] * x.ndim
     pad[2:4] = (0, heads.kv_heads - n_kv), (0, heads.group - x.shape[3])
     x = jnp.pad(x, pad, constant_values=fill)
-    return x.reshape(*x.shape[:2], -1, *x.shape[4:])
+    return x.reshape(*x.shape[:2], heads.kv_heads * heads.group, *x.shape[4:])

@@ -17,7 +17,7 @@ Blocks are visited in a fixed order, so results are the same bit for bit.
 
 Memory, bytes in VMEM (bfloat16, H = H_v = 128, rows 2048, keys 2048), and in HBM beside inputs and outputs:
     Q, dO [rows, H or 2 H], Q^T, dO^T, twice   6.0 M      Q, dO in blocks, Q^T, dO^T, dQ float32: 6 x Q
-    lse, delta, at [8, rows], twice            0.1 M      `fold`: 2 x Q more
+    lse, delta, at [8, rows], twice            0.1 M      `fold`: 2 x Q more (of the whole step: 11 x Q, else 9)
     the same as columns [rows, 8 (128)]        1.0 M      dK, dV float32 a stack of heads, where a kv head has several
     dQ [rows, H] float32, three times          3.0 M
     K, V, dK^T, dV^T, twice; float32 sums      6.0 M
