@@ -83,18 +83,18 @@ def forward(q, k, v, where, *, mask, scale, soft_cap=None, out_dtype=None, sizes
     def call(interpret, chip, cores, q, k, v, where):
         chosen = sizes or tiles.choose(TILES, chip, max(q.shape[3], v.shape[3]), q.dtype)
         cut = Cut(q, k, v, where, mask, chosen, cores)
-        return _call(cut, chosen, scale, soft_cap, out_dtype, interpret, q, k, v)
+        return _call(cut, scale, soft_cap, out_dtype, interpret, q, k, v)
 
     shapes = ((*q.shape[:3], v.shape[3]), out_dtype), (q.shape[:3], jnp.float32)
     return platforms.run(call, interpret, shapes, q, k, v, where)
 
 
-def _call(cut, chosen, scale, soft_cap, out_dtype, interpret, q, k, v):
+def _call(cut, scale, soft_cap, out_dtype, interpret, q, k, v):
     q = tiles.pad(cut.queries(q).reshape(cut.b * cut.stacks, cut.nq, cut.rows, cut.h), 3, tiles.LANES)
     k = cut.keys_first(k)
     v = tiles.pad(tiles.pad(v, 1, cut.keys).transpose(0, 2, 3, 1).reshape(len(k), cut.h_v, k.shape[1]), 1, 16)
     (lo, hi), _, q_ranges, k_ranges = cut.tables()
-    unit = scale * math.log2(math.e) if soft_cap is None else scale / soft_cap
+    unit = tiles.unit_of(scale, soft_cap)
     h, h_v, rows, keys = k.shape[2], v.shape[1], cut.rows, cut.keys
     row = lambda h, i, *_: (h, i, 0, 0)
     hbm = pl.BlockSpec(memory_space=pl.ANY)
@@ -111,7 +111,7 @@ def _call(cut, chosen, scale, soft_cap, out_dtype, interpret, q, k, v):
         "stale": pltpu.SMEM((1,), jnp.int32),
         "arrived": pltpu.SemaphoreType.DMA((3, 2)),
     }
-    if chosen.fold and soft_cap is None and tiles.half_fills(q) and unit:
+    if cut.fold and soft_cap is None and tiles.half_fills(q) and unit:
         scratch["q_less_m"] = pltpu.VMEM((rows, 2 * h), q.dtype)
     if cut.q_at is not None:
         in_specs += [pl.BlockSpec((1, 8, cut.span), lambda h, i, *_: (cut.sequence(h), 0, i)), hbm]
@@ -177,7 +177,7 @@ def _kernel(
 
     def scores(at, c, n):
         s = dot(k_buf[at, pl.ds(c, n)], q_ref[0, 0], (1, 1)) * unit
-        return s if soft_cap is None else soft_cap * math.log2(math.e) * jnp.tanh(s)
+        return s if soft_cap is None else soft_cap * tiles.LOG2E * jnp.tanh(s)
 
     def scores_less_m(at, c, n):
         if q_less_m is None:

@@ -35,7 +35,6 @@ How it got here (predicted by the compiler's schedule: share of a core's peak, f
 """
 
 import functools
-import math
 
 import jax.numpy as jnp
 from jax import lax
@@ -43,7 +42,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from ringtide.kernels.pallas import platforms, tiles
-from ringtide.kernels.pallas.tiles import Cut, Schedule, Tiles, dot
+from ringtide.kernels.pallas.tiles import LOG2E, Cut, Schedule, Tiles, dot
 
 TILES = {  # chip -> head_dim up to -> sizes, found by `ringtide bench tune splash`
     "v5p": {256: Tiles(rows=2048, keys=2048, chunk=512, piece=512)},
@@ -53,8 +52,7 @@ TILES = {  # chip -> head_dim up to -> sizes, found by `ringtide bench tune spla
     tiles.INTERPRET: {256: Tiles(256, 256, 128, 256)},
 }
 SLOTS = 3  # of dQ
-LOG2E = math.log2(math.e)
-FAR = 1e30
+FAR = 1e30  # an exponent that far below is 0, and bfloat16 holds it
 
 
 def backward(
@@ -72,21 +70,21 @@ def backward(
     def call(interpret, chip, cores, q, k, v, where, dout, lse, delta):
         chosen = sizes or tiles.choose(TILES, chip, max(q.shape[3], v.shape[3]), q.dtype)
         cut = Cut(q, k, v, where, mask, chosen, cores)
-        return _call(cut, chosen, scale, soft_cap, dtypes, interpret, q, k, v, dout, lse, delta)
+        return _call(cut, scale, soft_cap, dtypes, interpret, q, k, v, dout, lse, delta)
 
     shapes = [(x.shape, dtype) for x, dtype in zip((q, k, v), dtypes, strict=True)]
     return platforms.run(call, interpret, shapes, q, k, v, where, dout, lse, delta)
 
 
-def _call(cut, chosen, scale, soft_cap, dtypes, interpret, q, k, v, dout, lse, delta):
+def _call(cut, scale, soft_cap, dtypes, interpret, q, k, v, dout, lse, delta):
     blocks = lambda x: tiles.pad(
         cut.queries(x).reshape(cut.b * cut.stacks, cut.nq, cut.rows, x.shape[3]), 3, tiles.LANES
     )
     q, dout, k, v = blocks(q), blocks(dout), cut.keys_first(k), cut.keys_first(v)
     lse, delta = (cut.queries(x, fill).reshape(*q.shape[:3]) for x, fill in ((lse * LOG2E, jnp.inf), (delta, 0)))
     _, (lo, hi), q_ranges, k_ranges = cut.tables()
-    unit = scale * LOG2E if soft_cap is None else scale / soft_cap
-    fold = chosen.fold and tiles.half_fills(q) and tiles.half_fills(dout) and soft_cap is None and unit != 0
+    unit = tiles.unit_of(scale, soft_cap)
+    fold = cut.fold and tiles.half_fills(q) and tiles.half_fills(dout) and soft_cap is None and unit != 0
     (stacks, nq, rows, h), h_v, keys = q.shape, v.shape[2], cut.keys
     per_kv_head = cut.stacks // cut.n_kv
     of_kv_head = lambda h, j, *_: (cut.kv_head(h), j, 0)
@@ -280,7 +278,7 @@ def _kernel(
 
         state[0], state[1], state[2] = 1 - at_q, next_dq, i
 
-    lax.fori_loop(first, last + 1, lambda i, _: step(i, None), None)
+    lax.fori_loop(first, last + 1, step, None)
 
     # Finish.
 

@@ -15,6 +15,7 @@ reduction over pairs of blocks.
 """
 
 import functools
+import math
 from typing import Any, NamedTuple
 
 import jax
@@ -25,6 +26,7 @@ from jax.experimental.pallas import tpu as pltpu
 from ringtide.kernels.masks import Interval, same_segment, same_segment_block
 
 LANES = 128
+LOG2E = math.log2(math.e)
 INTERPRET = "interpret"  # in place of a chip's name: the kernel runs elsewhere
 
 
@@ -55,7 +57,7 @@ class Cut:
         short_t, short_s = up(self.t, LANES), up(self.s, LANES)
         self.chunk = min(tiles.chunk, short_s)
         self.keys = min(tiles.keys, up(short_s, self.chunk))
-        self.piece = min(tiles.piece, self.keys)
+        self.piece, self.fold = min(tiles.piece, self.keys), tiles.fold
         self.stack = _stack(self.n // self.n_kv, self.b * self.n_kv, tiles.rows // min(256, short_t), cores)
         self.span = min(max(tiles.rows // self.stack // LANES, 1) * LANES, short_t)
         self.rows, self.stacks = self.stack * self.span, self.n // self.stack
@@ -235,6 +237,11 @@ def dot(a, b, contract):
     precision = lax.Precision.HIGHEST if a.dtype == jnp.float32 else lax.Precision.DEFAULT
     dims = (((contract[0],), (contract[1],)), ((), ()))
     return lax.dot_general(a, b, dims, precision=precision, preferred_element_type=jnp.float32)
+
+
+def unit_of(scale, soft_cap):
+    """What q k^T is multiplied by: then it is a score in powers of two, or with a soft cap the argument of tanh."""
+    return scale * LOG2E if soft_cap is None else scale / soft_cap
 
 
 def half_fills(x):
