@@ -118,6 +118,20 @@ def test_batch_and_head_axes_and_a_dense_mask(strategy):
             assert np.abs(np.asarray(x) - truth).max() <= 2e-6 * np.abs(truth).max()
 
 
+def test_batch_and_heads_over_several_mesh_axes():
+    mesh = mesh_of((2, 1, 2, 2), ("data", "fsdp", "context", "model"))
+    axes = {"seq_axis": "context", "batch_axis": ("data", "fsdp"), "head_axis": ("model",)}
+    args = inputs(5)
+    ids = np.sort(np.random.default_rng(6).integers(-1, 3, (B, T)), axis=1)
+
+    def parallel(*a, **o):
+        return context_parallel_attention(*a, mesh=mesh, **axes, **o)
+
+    expected = truth_of(*args, ids, mask=Causal())
+    for x, truth in zip(run(parallel, *args, ids, mask=Causal()), expected, strict=True):
+        assert np.abs(np.asarray(x) - truth).max() <= 2e-6 * np.abs(truth).max()
+
+
 def test_given_positions_rule():
     mesh = mesh_of((4,), ("context",))
     q, k, v, *_ = inputs(3)
@@ -236,6 +250,8 @@ def test_shard_and_unshard_are_inverse(layout):
         ),
         ({"seq_axis": ()}, ValueError, "seq_axis: expected the name of a mesh axis, or two"),
         ({"head_axis": "context"}, ValueError, "head_axis: heads of query and key, 3 and 1, must divide by 4"),
+        ({"batch_axis": ("context",)}, ValueError, "batch_axis: batch, 1, must divide by 4, the size of .'context',."),
+        ({"batch_axis": ("data",)}, ValueError, "batch_axis: expected one of the mesh's axes, context, got 'data'"),
     ],
 )
 def test_refusals(change, error, message):

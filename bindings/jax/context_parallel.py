@@ -51,7 +51,7 @@ def context_parallel_attention(
       mesh: a jax.sharding.Mesh.
       seq_axis: the name of the mesh axis that time is sharded over, P devices; for usp the names of two, (ulysses,
         ring), P in all. T and S must divide by P (zigzag: 2 P).
-      head_axis, batch_axis: names of mesh axes that heads and batch are sharded over, or None.
+      head_axis, batch_axis: the mesh axes that heads and batch are sharded over: a name, a tuple of names, or None.
       strategy: "all_gather" (of K and V), "ring" (K and V travel around the axis), "ulysses" (an all-to-all shards the
         heads instead), "usp" (both, over two axes), or "auto": usp for two axes; for one, the ring where a hop's
         arithmetic hides its transfer, T / P * N / N_kv >= 16,384; else ulysses if the heads fit without padding; else
@@ -71,7 +71,7 @@ def context_parallel_attention(
         ("head_axis", head_axis, "heads of query and key", (query.shape[2], key.shape[2])),
         ("batch_axis", batch_axis, "batch", (query.shape[0],)),
     ):
-        size = 1 if axis is None else _axis_size(name, mesh, axis)
+        size = _extent(name, mesh, axis)
         if any(x % size for x in sizes):
             got = " and ".join(map(str, sizes))
             raise ValueError(f"{name}: {what}, {got}, must divide by {size}, the size of {axis!r}: pad or repeat them")
@@ -80,7 +80,7 @@ def context_parallel_attention(
         k_pos=_positions(where.k_pos, key.shape[1], layout, shards),
     )
     if strategy == "auto":
-        strategy = _choose(axes, query, key, shards, mesh.shape.get(head_axis, 1))
+        strategy = _choose(axes, query, key, shards, _extent("head_axis", mesh, head_axis))
     local = Kernel(dispatch.names("attention", implementation), mask, *numbers(query, scale, logits_soft_cap))
     kernel = STRATEGIES[strategy](local, axes if strategy == "usp" else axes[0])
 
@@ -171,6 +171,12 @@ def _where_specs(where, seq_axis, head_axis, batch_axis):
 
     ids = [spec(x, batch_axis, seq_axis) for x in where[:4]]
     return Where(*ids, spec(where.dense, batch_axis, head_axis, seq_axis, None))
+
+
+def _extent(name, mesh, axis):
+    """The devices along `axis`: a name, a tuple of names, or None."""
+    names = () if axis is None else axis if isinstance(axis, tuple) else (axis,)
+    return math.prod(_axis_size(name, mesh, axis) for axis in names)
 
 
 def _axis_size(name, mesh, axis):
