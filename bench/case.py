@@ -18,6 +18,9 @@ class Case:
     kv_heads: int = 8
     seq: int = 32768
     mask: str = "causal"
+    given: bool = (
+        False  # positions are given as arrays, as under context parallelism, instead of following from the index
+    )
 
     @property
     def visible(self) -> Mask:

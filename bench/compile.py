@@ -6,7 +6,8 @@ libtpu reads its flags once, when it is loaded; so a compile with a dump gets a 
         kernel = schedule.read(folder, ".*splash.*", "v5p")
 
 The child (`python -m ringtide.bench.compile`) takes one JSON object on standard input and prints one. It may be another
-interpreter: ours, jax's and tokamax's kernels are compared in one environment, by one compiler.
+interpreter: ours, jax's and tokamax's kernels are compared in one environment, by one compiler. `ask` has a child call
+any function that needs the TPU compiler.
 """
 
 import importlib
@@ -39,18 +40,37 @@ def dumped(chip, build, arguments, *, python=None, flags=""):
     added. python: another interpreter. flags: more for libtpu. Raises CompileError.
     """
     with tempfile.TemporaryDirectory(prefix="ringtide-schedule-") as folder:
-        spec = json.dumps({"chip": chip, "build": build, "arguments": arguments})
-        done = subprocess.run(
-            [python or sys.executable, "-P", "-m", "ringtide.bench.compile"],
-            input=spec,
-            env={**os.environ, **_environment(folder, flags)},
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        if done.returncode:
-            raise CompileError(_reason(done.stderr))
-        yield json.loads(done.stdout.splitlines()[-1]), folder
+        spec = {"chip": chip, "build": build, "arguments": arguments}
+        dump = f"--xla_jf_dump_to={folder} --xla_jf_dump_llo_text=true --xla_jf_dump_llo_pass_label_regex={_PASSES}"
+        yield ask("ringtide.bench.compile:facts_of", spec, python=python, flags=f"{dump} {flags}"), folder
+
+
+def ask(function, arguments, *, python=None, flags=""):
+    """What `function` ("module:name") makes of the dict `arguments`, as JSON, in a process that may compile for TPUs.
+
+    Raises CompileError, one line, where it fails.
+    """
+    done = subprocess.run(
+        [python or sys.executable, "-P", "-m", "ringtide.bench.compile"],
+        input=json.dumps({"function": function, "arguments": arguments}),
+        env={**os.environ, **_environment(flags)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if done.returncode:
+        raise CompileError(_reason(done.stderr))
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def facts_of(chip, build, arguments):
+    """What `dumped` gives beside the dump."""
+    fn, inputs, facts = _function(build)(**arguments)
+    start = time.perf_counter()
+    compiled = compile_for(chip, fn, *inputs)
+    facts["compile_s"] = time.perf_counter() - start
+    facts["temp_bytes"] = compiled.memory_analysis().temp_size_in_bytes
+    return facts
 
 
 def compile_for(chip, fn, *inputs):
@@ -69,15 +89,14 @@ def compile_for(chip, fn, *inputs):
         return jax.jit(fn, in_shardings=whole, out_shardings=whole).lower(*inputs).compile()
 
 
-def _environment(folder, flags):
+def _environment(flags):
     """For libtpu without a TPU, beside other processes that load it; the flags of the user's own runs do not count."""
-    dump = f"--xla_jf_dump_to={folder} --xla_jf_dump_llo_text=true --xla_jf_dump_llo_pass_label_regex={_PASSES}"
     return {
         "JAX_PLATFORMS": "cpu",
         "TPU_SKIP_MDS_QUERY": "1",
         "TPU_WORKER_HOSTNAMES": "localhost",
         "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
-        "LIBTPU_INIT_ARGS": f"{dump} {flags}".strip(),
+        "LIBTPU_INIT_ARGS": flags.strip(),
     }
 
 
@@ -92,15 +111,14 @@ def _reason(stderr):
     return re.sub(frame, "", line)[:400]
 
 
+def _function(name):
+    module, name = name.split(":")
+    return getattr(importlib.import_module(module), name)
+
+
 def _main():
     spec = json.load(sys.stdin)
-    module, name = spec["build"].split(":")
-    fn, inputs, facts = getattr(importlib.import_module(module), name)(**spec["arguments"])
-    start = time.perf_counter()
-    compiled = compile_for(spec["chip"], fn, *inputs)
-    facts["compile_s"] = time.perf_counter() - start
-    facts["temp_bytes"] = compiled.memory_analysis().temp_size_in_bytes
-    print(json.dumps(facts))
+    print(json.dumps(_function(spec["function"])(**spec["arguments"])))
 
 
 if __name__ == "__main__":

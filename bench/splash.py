@@ -1,19 +1,33 @@
 """What a call of ringtide's splash attention costs by the compiler's schedule: cycles of its parts, times how often
 each of them runs."""
 
+from collections.abc import Callable
 from dataclasses import asdict
+from typing import NamedTuple
 
 import numpy as np
 
 from ringtide.bench.case import Case, row
 from ringtide.bench.chips import CHIPS
 from ringtide.bench.compile import dumped
-from ringtide.bench.schedule import read
+from ringtide.bench.schedule import Kernel, read
 from ringtide.kernels.masks import Causal, Where
 
 
-def price(case, python=None, config=None):
-    """The row (case.row) of the call, with the kernel's own tiles or config = (rows, keys, chunk, piece), options."""
+class Cost(NamedTuple):
+    """What the schedule says of a kernel, and the sizes of its tiles."""
+
+    kernel: Kernel
+    parts: dict  # see `nested_costs`
+    facts: dict  # of `kernel_call`, and of the compile
+
+    def cycles(self, counts):
+        """Of a call, of all cores together; counts: `visits` of all stacks of heads."""
+        return cycles(self.parts, counts) + self.kernel.root.cycles
+
+
+def cost(case, python=None, config=None):
+    """The Cost of the kernel that serves the call. python, config: as in `price`."""
     with dumped(
         case.chip,
         "ringtide.bench.splash:kernel_call",
@@ -21,7 +35,13 @@ def price(case, python=None, config=None):
         python=python,
     ) as (facts, dump):
         kernel = read(dump, f".*splash_{case.pass_}.*", case.chip)
-    costs, counts = nested_costs(kernel), facts["counts"]
+    return Cost(kernel, nested_costs(kernel), facts)
+
+
+def price(case, python=None, config=None):
+    """The row (case.row) of the call, with the kernel's own tiles or config = (rows, keys, chunk, piece), options."""
+    found = cost(case, python, config)
+    kernel, costs, facts = found
     rows, keys, chunk, _ = facts["config"]["blocks"]
     body, width = ("stream", keys) if costs["stream"] else ("chunk", chunk)
     tile = {
@@ -32,7 +52,7 @@ def price(case, python=None, config=None):
         "spills": costs["spills"][body],
     }
     call = {
-        "cycles": cycles(costs, counts) + kernel.root.cycles,
+        "cycles": found.cycles(facts["counts"]),
         "cores": CHIPS[case.chip].cores if kernel.split else 1,
         "bytes": facts["bytes"],
     }
@@ -58,12 +78,14 @@ def kernel_call(case, config):
         own = tiles.choose(table, chip, case.head_dim, q.dtype)
         sizes = tiles.Tiles(*config[0], **config[1]) if config else own
         cut = tiles.Cut(q, k, v, where, mask, sizes, cores)
-        counts = {name: n * cut.stacks for name, n in visits(case, cut.span, cut.keys, cut.chunk).items()}
+        sizes_of = {"span": cut.span, "keys": cut.keys, "chunk": cut.chunk}
+        counts = {name: n * cut.stacks for name, n in visits(case, **sizes_of).items()}
         facts["config"] = {"blocks": [cut.rows, cut.keys, cut.chunk, cut.piece]} | (
             {"fold": True} if sizes.fold else {}
         )
+        facts["sizes"], facts["stacks"] = sizes_of, cut.stacks
         facts["counts"] = counts
-        facts["bytes"] = _bytes(case, counts, cut.rows, cut.keys, sizes.fold)
+        facts["bytes"] = bytes_of(case, counts, cut.rows, cut.keys, sizes.fold)
         return kernel(q, k, v, where, *rest, mask=mask, scale=case.head_dim**-0.5, sizes=sizes)
 
     q, k = (jax.ShapeDtypeStruct((1, case.seq, n, case.head_dim), jnp.bfloat16) for n in (case.heads, case.kv_heads))
@@ -74,13 +96,16 @@ def kernel_call(case, config):
 def _mask(case):
     """(mask, where the tokens stand) as a caller gives them: documents are segments."""
     kind, _, n = case.mask.partition(":")
+    if case.given:
+        at = np.arange(case.seq, dtype=np.int32)[None]
+        return case.visible, Where(at, at)
     if kind != "packed":
         return case.visible, Where()
     documents = np.arange(case.seq, dtype=np.int32)[None] // (case.seq // int(n))
     return Causal(), Where(q_seg=documents, k_seg=documents)
 
 
-def _bytes(case, counts, rows, keys, fold):
+def bytes_of(case, counts, rows, keys, fold):
     """HBM traffic. Forward: q, out, lse a row; k, v a step. Backward: k, v, dk, dv a row; q, q^T, dout, dout^T, dq in
     float32 in and out, 32 bytes of statistics a step, and with `fold` as much again for what q and dout are less."""
     token = case.token_bytes
@@ -89,27 +114,47 @@ def _bytes(case, counts, rows, keys, fold):
     return counts["rows"] * keys * 4 * token + counts["steps"] * rows * (8 * token + 32 + fold * 2 * token)
 
 
-def visits(case, span, keys, chunk):
+class Tokens(NamedTuple):
+    """The tokens on one side of a call: `count` of them, at position(index), which increases within a block."""
+
+    count: int
+    position: Callable = lambda index: index
+
+    def block(self, first, size):
+        """The least and the greatest position in [first, first + size)."""
+        return self.position(first), self.position(np.minimum(first + size, self.count) - 1)
+
+
+def visits(case, span, keys, chunk, q_at=None, k_at=None):
     """How often each part of the kernel runs, a stack of heads; for what the parts are see `nested_costs`.
+
+    q_at, k_at: Tokens, where queries and keys do not stand in order.
 
     Forward, each block of `span` queries visits key blocks from the last to the first that it sees something of, and
     goes chunk by chunk, all of them mixed, until each of its queries has seen a key. Backward, each block of keys
     visits blocks of queries. A block that is seen whole is streamed; of others, each chunk is taken, taken with a mask
     ("mixed"), or skipped.
     """
-    q, k, c = (np.arange(0, n, size) for n, size in ((case.seq, span), (case.seq, keys), (keys, chunk)))
+    q_at, k_at = q_at or Tokens(case.seq), k_at or Tokens(case.seq)
+    q, k, c = (np.arange(0, n, size) for n, size in ((q_at.count, span), (k_at.count, keys), (keys, chunk)))
+
+    def seen(q, span, k, width):
+        """(some, every) of tiles of [q, q + span) and [k, k + width)."""
+        some, every = case.visible.block(*q_at.block(q, span), *k_at.block(np.minimum(k, k_at.count - 1), width))
+        return some & (k < k_at.count), every & (k + width <= k_at.count)
+
     forward = case.pass_ == "forward"
     counts = dict.fromkeys(("rows", "steps", "stream", "chunk", "mixed", "skipped"), 0)
     for at in q if forward else k:
         block_q, block_k = (at, k[::-1]) if forward else (q, at)
-        some, whole = _seen(case, block_q, span, block_k, keys)
+        some, whole = seen(block_q, span, block_k, keys)
         reach = np.flatnonzero(some) if some.any() else np.zeros(1, int)
         there = slice(reach[0], reach[-1] + 1)
         chunks = (block_k[there, None] + c[::-1]) if forward else block_k + c
-        some, every = _seen(case, block_q if forward else block_q[there, None], span, chunks, chunk)
+        some, every = seen(block_q if forward else block_q[there, None], span, chunks, chunk)
         whole = whole[there]
         if forward:
-            blind = _blind(case, at + np.arange(span), chunks, chunk)
+            blind = _blind(seen, np.arange(at, min(at + span, q_at.count)), chunks, chunk)
             every = every & ~blind
             whole = whole & ~blind.any(axis=1)
         counts["rows"] += 1
@@ -121,21 +166,14 @@ def visits(case, span, keys, chunk):
     return counts
 
 
-def _seen(case, q, span, k, width):
-    """(some, every) of tiles of [q, q + span) and [k, k + width)."""
-    some, every = case.visible.block(q, q + span - 1, k, k + width - 1)
-    return some & (k < case.seq), every & (k + width <= case.seq)
-
-
-def _blind(case, queries, chunks, width):
+def _blind(seen, queries, chunks, width):
     """bool like `chunks`, which are in the order of visits: some query has seen nothing before this one."""
     blind = np.zeros(chunks.shape, bool)
-    unseen = queries < case.seq
     for i, k in np.ndenumerate(chunks):
-        if not unseen.any():
+        if not queries.size:
             break
         blind[i] = True
-        unseen = unseen & ~_seen(case, queries, 1, k, width)[0]
+        queries = queries[~seen(queries, 1, k, width)[0]]
     return blind
 
 
