@@ -153,8 +153,61 @@ def _kernel(
     streams = [(k_hbm.at[kv_head], k_buf, 0), (v_hbm.at[kv_head], v_buf, 1)]
     if at:
         streams.append((at[1].at[b], at_buf, 1))
+    copies, start = loads(cut, streams, arrived)
+    key_block = tile_code(
+        cut, unit, soft_cap, schedule, i, q_ref, at[0] if at else None,
+        k_buf=k_buf, v_buf=v_buf, m=m, l=l, acc=acc, ready=ready, stale=stale, q_less_m=q_less_m, at_buf=at_buf,
+    )  # fmt: skip
 
-    # Load: K, V^T and positions of a key block, into one of two slots.
+    @pl.when(i == 0)
+    def _():
+        slot[0] = 0
+        start(last, 0)
+        if q_less_m is not None:
+            q_less_m[...] = jnp.zeros_like(q_less_m)
+
+    def attempt(careful):
+        """All key blocks, and the result. Returns 1 if it must be done again, `careful`: online, and fetching late."""
+        m[...] = jnp.full_like(m, -jnp.inf)
+        l[...] = jnp.zeros_like(l)
+        acc[...] = jnp.zeros_like(acc)
+        ready[0] = 0
+
+        def step(x, at):
+            j = last - x
+            pl.when(careful)(lambda: start(j, at))
+            for copy in copies(j, at):
+                copy.wait()
+            pl.when(~careful & (j > first))(lambda: start(j - 1, 1 - at))
+            row = b * cut.nq + jnp.minimum(i + 1, cut.nq - 1)
+            pl.when(~careful & (j == first) & (i + 1 < cut.nq))(lambda: start(hi[row] - 1, 1 - at))
+            key_block(at, j, careful)
+            return jnp.where(careful, at, 1 - at)
+
+        # The slot that now holds, or awaits, the next query block's first keys is not touched by a second attempt.
+        after = lax.fori_loop(0, last - first + 1, step, jnp.where(careful, 1 - slot[0], slot[0]))
+        slot[0] = jnp.where(careful, 1 - after, after)
+        out, lse = result(m, l, acc)
+
+        @pl.when(~careful)
+        def _():
+            out_ref[0, 0] = out.astype(out_ref.dtype)
+            lse_ref[0, 0] = lse
+            fine = (l[...] < OVERFLOW) & (jnp.max(jnp.abs(out), axis=0, keepdims=True) < jnp.inf)
+            bad[...] = jnp.where(fine, 0.0, 1.0)
+
+        @pl.when(careful)
+        def _():
+            out_ref[0, 0] = jnp.where(bad[...] > 0, out.astype(out_ref.dtype), out_ref[0, 0])
+            lse_ref[0, 0] = jnp.where(bad[...] > 0, lse, lse_ref[0, 0])
+
+        return jnp.where(careful | (jnp.max(bad[...]) == 0), 2, 1)
+
+    lax.while_loop(lambda tries: tries < 2, lambda tries: attempt(tries == 1), 0)
+
+
+def loads(cut, streams, arrived):
+    """(copies, start) that bring key block j of each of `streams`, (HBM, buffer of two slots, key axis), to a slot."""
 
     def copies(j, to):
         for x, (hbm, buffer, axis) in enumerate(streams):
@@ -166,12 +219,13 @@ def _kernel(
         for copy in copies(j, to):
             copy.start()
 
-    @pl.when(i == 0)
-    def _():
-        slot[0] = 0
-        start(last, 0)
-        if q_less_m is not None:
-            q_less_m[...] = jnp.zeros_like(q_less_m)
+    return copies, start
+
+
+def tile_code(
+    cut, unit, soft_cap, schedule, i, q_ref, q_at_ref, *, k_buf, v_buf, m, l, acc, ready, stale, q_less_m, at_buf
+):
+    """key_block(at, j, careful): adds what query block i sees of key block j, in slot `at`, to m, l and acc."""
 
     # Compute: the keys [c, c + n) of the block in slot `at`.
 
@@ -210,10 +264,10 @@ def _kernel(
         stale[0] = 1
         ready[0] = (jnp.min(m_new) > -jnp.inf).astype(jnp.int32)
 
-    def visible(to, j, c, n):
+    def visible(at, j, c, n):
         index = j * cut.keys + c + lax.broadcasted_iota(jnp.int32, (n, 1), 0)
-        if at:
-            q_at, k_at = at[0][0], at_buf[to, :, pl.ds(c, n)].T
+        if q_at_ref is not None:
+            q_at, k_at = q_at_ref[0], at_buf[at, :, pl.ds(c, n)].T
             q_at, k_at = (q_at[0:1], q_at[1:2]), (k_at[:, 0:1], k_at[:, 1:2])
         else:
             q_at, k_at = (i * cut.span + lax.broadcasted_iota(jnp.int32, (1, cut.span), 1), None), (index, None)
@@ -241,44 +295,12 @@ def _kernel(
         def _():
             lax.fori_loop(0, cut.chunks, chunk, None)
 
-    def attempt(careful):
-        """All key blocks, and the result. Returns 1 if it must be done again, `careful`: online, and fetching late."""
-        m[...] = jnp.full_like(m, -jnp.inf)
-        l[...] = jnp.zeros_like(l)
-        acc[...] = jnp.zeros_like(acc)
-        ready[0] = 0
+    return key_block
 
-        def step(x, at):
-            j = last - x
-            pl.when(careful)(lambda: start(j, at))
-            for copy in copies(j, at):
-                copy.wait()
-            pl.when(~careful & (j > first))(lambda: start(j - 1, 1 - at))
-            row = b * cut.nq + jnp.minimum(i + 1, cut.nq - 1)
-            pl.when(~careful & (j == first) & (i + 1 < cut.nq))(lambda: start(hi[row] - 1, 1 - at))
-            key_block(at, j, careful)
-            return jnp.where(careful, at, 1 - at)
 
-        # The slot that now holds, or awaits, the next query block's first keys is not touched by a second attempt.
-        after = lax.fori_loop(0, last - first + 1, step, jnp.where(careful, 1 - slot[0], slot[0]))
-        slot[0] = jnp.where(careful, 1 - after, after)
-        out = acc[...] * jnp.where(l[...] == 0, 0.0, 1 / l[...])
-        exponent, fraction = tiles.frexp2(l[...])
-        lse = (m[...] + exponent + jnp.log2(fraction)) * math.log(2)  # l may be 2^100, and log2 of that inexact
-        lse = jnp.where(l[...] == 0, -jnp.inf, lse)
-
-        @pl.when(~careful)
-        def _():
-            out_ref[0, 0] = out.astype(out_ref.dtype)
-            lse_ref[0, 0] = lse
-            fine = (l[...] < OVERFLOW) & (jnp.max(jnp.abs(out), axis=0, keepdims=True) < jnp.inf)
-            bad[...] = jnp.where(fine, 0.0, 1.0)
-
-        @pl.when(careful)
-        def _():
-            out_ref[0, 0] = jnp.where(bad[...] > 0, out.astype(out_ref.dtype), out_ref[0, 0])
-            lse_ref[0, 0] = jnp.where(bad[...] > 0, lse, lse_ref[0, 0])
-
-        return jnp.where(careful | (jnp.max(bad[...]) == 0), 2, 1)
-
-    lax.while_loop(lambda tries: tries < 2, lambda tries: attempt(tries == 1), 0)
+def result(m, l, acc):
+    """(out, lse) of the sums over all keys, which stand in refs."""
+    out = acc[...] * jnp.where(l[...] == 0, 0.0, 1 / l[...])
+    exponent, fraction = tiles.frexp2(l[...])
+    lse = (m[...] + exponent + jnp.log2(fraction)) * math.log(2)  # l may be 2^100, and log2 of that inexact
+    return out, jnp.where(l[...] == 0, -jnp.inf, lse)

@@ -156,52 +156,38 @@ def _kernel(
     """One key block."""
     *refs, _, dk_ref, dv_ref, dq_hbm = refs
     at, streams = refs[: -len(buffers)], refs[-len(buffers) :]
-    q_buf, do_buf, qt_buf, dot_buf, *row_buf = buffers
     head, j = pl.program_id(0), pl.program_id(1)
     b = cut.sequence(head)
-    schedule = Schedule(cut, b, q_ranges, k_ranges)
-    first, last = lo[b * cut.nk + j], hi[b * cut.nk + j] - 1
-
-    # Load: a query block into one of two slots, its dQ into one of three; dQ also leaves.
-
-    def copies(i, to):
-        for x, (hbm, buffer) in enumerate(zip(streams, buffers, strict=True)):
-            yield pltpu.make_async_copy(hbm.at[head, i], buffer.at[to], arrived.at[x, to])
-
-    def start(i, to):
-        for copy in copies(i, to):
-            copy.start()
-
-    def dq_in(i, to):
-        return pltpu.make_async_copy(dq_hbm.at[head, i], dq_buf.at[to], dq_arrived.at[to])
-
-    def dq_out(i, to):
-        return pltpu.make_async_copy(dq_buf.at[to], dq_hbm.at[head, i], dq_left.at[to])
-
-    def settle(to):
-        """Waits until what was written from slot `to`, if anything, has left."""
-
-        @pl.when(leaving[to] == 1)
-        def _():
-            dq_out(0, to).wait()
-            leaving[to] = 0
-
-    @pl.when(j == 0)
-    def _():
-        state[0], state[1], state[2] = 0, 0, -1  # slot of Q, slot of dQ, the query block before this one
-        for x in range(SLOTS):
-            leaving[x] = 0
-        start(first, 0)
-        dq_in(first, 0).start()
-
+    row = b * cut.nk + j
+    query_block = tile_code(
+        cut, unit, soft_cap, fold, Schedule(cut, b, q_ranges, k_ranges), j, k_ref.at[0], v_ref.at[0],
+        at[0].at[0] if at else None, buffers=buffers, dq_buf=dq_buf, column=column, dk=dk, dv=dv,
+    )  # fmt: skip
+    begin, walk, settle = query_walk(
+        cut, head, streams, dq_hbm, query_block, buffers=buffers, dq_buf=dq_buf, state=state, leaving=leaving,
+        arrived=arrived, dq_arrived=dq_arrived, dq_left=dq_left,
+    )  # fmt: skip
+    pl.when(j == 0)(lambda: begin(lo[row]))
     dk[...] = jnp.zeros_like(dk)
     dv[...] = jnp.zeros_like(dv)
+    walk(lo[row], hi[row] - 1, lo[b * cut.nk + jnp.minimum(j + 1, cut.nk - 1)], j < cut.nk - 1)
+
+    # Finish.
+
+    dk_ref[0] = (dk[...] * scale).astype(dk_ref.dtype)
+    dv_ref[0] = dv[...].astype(dv_ref.dtype)
+    pl.when(j == cut.nk - 1)(settle)
+
+
+def tile_code(cut, unit, soft_cap, fold, schedule, j, k_ref, v_ref, k_at_ref, *, buffers, dq_buf, column, dk, dv):
+    """query_block(i, at_q, at_dq): adds what query block i, in slot `at_q`, gives to dk, dv and dQ in slot `at_dq`."""
+    q_buf, do_buf, qt_buf, dot_buf, *row_buf = buffers
 
     # Compute: query block i against the keys [c, c + n).
 
     def tile(i, at_q, at_dq, c, n, masked):
         keys = pl.ds(c, n)
-        q, do, k, v = q_buf[at_q], do_buf[at_q], k_ref[0, keys], v_ref[0, keys]
+        q, do, k, v = q_buf[at_q], do_buf[at_q], k_ref[keys], v_ref[keys]
         if fold:
             p = jnp.exp2(dot(q, tiles.with_ones(k), (1, 1)) * unit)
             dp = dot(do, tiles.with_ones(v), (1, 1))
@@ -225,8 +211,8 @@ def _kernel(
 
     def visible(i, c, n):
         index = j * cut.keys + c + lax.broadcasted_iota(jnp.int32, (1, n), 1)
-        if at:
-            k_at = at[0][0, :, pl.ds(c, n)]
+        if k_at_ref is not None:
+            k_at = k_at_ref[:, pl.ds(c, n)]
             q_at, k_at = (column[:, 2:3], column[:, 3:4]), (k_at[0:1], k_at[1:2])
         else:
             q_at = i * cut.span + lax.broadcasted_iota(jnp.int32, (cut.span, 1), 0)
@@ -253,39 +239,78 @@ def _kernel(
         def _():
             lax.fori_loop(0, cut.chunks, chunk, None)
 
-    def step(i, _):
-        at_q, at_dq, before = state[0], state[1], state[2]
-        next_dq = jnp.where(at_dq == SLOTS - 1, 0, at_dq + 1)
-        end = i == last
-        following = jnp.where(end, lo[b * cut.nk + jnp.minimum(j + 1, cut.nk - 1)], i + 1)
-        more = ~(end & (j == cut.nk - 1))
-        near = (following == i) | (following == before)  # its dQ is still being summed, or written
-        settle(next_dq)
-        pl.when(more)(lambda: start(following, 1 - at_q))
-        pl.when(more & ~near)(lambda: dq_in(following, next_dq).start())
-        for copy in copies(i, at_q):
-            copy.wait()
-        dq_in(i, at_dq).wait()
-        query_block(i, at_q, at_dq)
-        dq_out(i, at_dq).start()
-        leaving[at_dq] = 1
+    return query_block
 
-        @pl.when(more & near)
+
+def query_walk(
+    cut, head, streams, dq_hbm, query_block, *, buffers, dq_buf, state, leaving, arrived, dq_arrived, dq_left
+):
+    """What brings query blocks, and takes dQ in and out: (begin, walk, settle).
+
+    begin(first): loads that block; nothing may be on its way. walk(first, last, after, more): blocks first to last,
+    then loads `after` for the next walk, if there is more. settle(): waits until all dQ have left.
+    """
+
+    # Load: a query block into one of two slots, its dQ into one of three; dQ also leaves.
+
+    def copies(i, to):
+        for x, (hbm, buffer) in enumerate(zip(streams, buffers, strict=True)):
+            yield pltpu.make_async_copy(hbm.at[head, i], buffer.at[to], arrived.at[x, to])
+
+    def start(i, to):
+        for copy in copies(i, to):
+            copy.start()
+
+    def dq_in(i, to):
+        return pltpu.make_async_copy(dq_hbm.at[head, i], dq_buf.at[to], dq_arrived.at[to])
+
+    def dq_out(i, to):
+        return pltpu.make_async_copy(dq_buf.at[to], dq_hbm.at[head, i], dq_left.at[to])
+
+    def settle(to):
+        """Waits until what was written from slot `to`, if anything, has left."""
+
+        @pl.when(leaving[to] == 1)
         def _():
-            for x in range(SLOTS):
-                settle(x)
-            dq_in(following, next_dq).start()
+            dq_out(0, to).wait()
+            leaving[to] = 0
 
-        state[0], state[1], state[2] = 1 - at_q, next_dq, i
-
-    lax.fori_loop(first, last + 1, step, None)
-
-    # Finish.
-
-    dk_ref[0] = (dk[...] * scale).astype(dk_ref.dtype)
-    dv_ref[0] = dv[...].astype(dv_ref.dtype)
-
-    @pl.when(j == cut.nk - 1)
-    def _():
+    def settle_all():
         for x in range(SLOTS):
             settle(x)
+
+    def begin(first):
+        state[0], state[1], state[2] = 0, 0, -1  # slot of Q, slot of dQ, the query block before this one
+        for x in range(SLOTS):
+            leaving[x] = 0
+        start(first, 0)
+        dq_in(first, 0).start()
+
+    def walk(first, last, after, more_blocks):
+        def step(i, _):
+            at_q, at_dq, before = state[0], state[1], state[2]
+            next_dq = jnp.where(at_dq == SLOTS - 1, 0, at_dq + 1)
+            end = i == last
+            following = jnp.where(end, after, i + 1)
+            more = ~end | more_blocks
+            near = (following == i) | (following == before)  # its dQ is still being summed, or written
+            settle(next_dq)
+            pl.when(more)(lambda: start(following, 1 - at_q))
+            pl.when(more & ~near)(lambda: dq_in(following, next_dq).start())
+            for copy in copies(i, at_q):
+                copy.wait()
+            dq_in(i, at_dq).wait()
+            query_block(i, at_q, at_dq)
+            dq_out(i, at_dq).start()
+            leaving[at_dq] = 1
+
+            @pl.when(more & near)
+            def _():
+                settle_all()
+                dq_in(following, next_dq).start()
+
+            state[0], state[1], state[2] = 1 - at_q, next_dq, i
+
+        lax.fori_loop(first, last + 1, step, None)
+
+    return begin, walk, settle_all
