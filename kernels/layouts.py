@@ -9,6 +9,7 @@ Everything is elementwise integer arithmetic: Python ints, NumPy, JAX and traced
 """
 
 LAYOUTS = ("contiguous", "zigzag", "striped")
+PIECES = {"contiguous": 1, "zigzag": 2, "striped": 1}  # of a shard, of equal length, in which positions ascend
 
 
 def multiple(layout: str, shards: int) -> int:

@@ -7,9 +7,22 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from ringtide import Causal, Chunked, Local, attention, context_parallel_attention, shard_sequence, unshard_sequence
+from ringtide import (
+    Causal,
+    Chunked,
+    Full,
+    Local,
+    attention,
+    context_parallel_attention,
+    shard_sequence,
+    unshard_sequence,
+)
+from ringtide.jax.attention import Kernel
 from ringtide.kernels import layouts
+from ringtide.kernels.context import hops
+from ringtide.kernels.context.ring import Ring
 from ringtide.kernels.context.ulysses import heads_over
+from ringtide.kernels.masks import Where
 from ringtide.reference import attention as reference
 
 AUTO, EXPLICIT = jax.sharding.AxisType.Auto, jax.sharding.AxisType.Explicit
@@ -66,6 +79,9 @@ MASKS = {
         ("ring", 4, "contiguous", "chunked", AUTO),
         ("ring", 8, "zigzag", "either", EXPLICIT),
         ("ring", 8, "contiguous", "function", AUTO),
+        ("ring", 8, "contiguous", "window", AUTO),  # three hops one way, one the other
+        ("both ways", 3, "zigzag", "causal", EXPLICIT),
+        ("both ways", 8, "contiguous", "full", AUTO),
         ("all_gather", 3, "zigzag", "window", AUTO),
         ("all_gather", 8, "striped", "causal", EXPLICIT),
         ("ulysses", 1, "striped", "full", AUTO),
@@ -89,8 +105,10 @@ def test_equals_one_device(strategy, devices, layout, mask, kind):
     def shard(x):
         return shard_sequence(x, mesh, axis, layout)
 
+    how = {"strategy": "ring", "bidirectional": True} if strategy == "both ways" else {"strategy": strategy}
+
     def parallel(*a, **o):
-        return context_parallel_attention(*a, mesh=mesh, seq_axis=axis, layout=layout, strategy=strategy, **o)
+        return context_parallel_attention(*a, mesh=mesh, seq_axis=axis, layout=layout, **how, **o)
 
     q, k, v, sinks, dout, dlse = args
     got = run(parallel, *map(shard, (q, k, v)), sinks, shard(dout), shard(dlse), shard(ids), mask=MASKS[mask])
@@ -166,7 +184,67 @@ def test_hops_are_scanned():
         )
         return text.count("collective_permute")
 
-    assert 0 < sends(2) == sends(8)
+    assert 0 < sends(2) < sends(3) == sends(8)  # the last hop sends nothing on; those between are one loop
+
+
+@pytest.mark.parametrize(
+    ("layout", "mask", "shards", "both_ways", "expected"),
+    [
+        ("contiguous", Causal(), 8, False, [(1, 7, None)]),
+        ("contiguous", Local(15, 0), 8, False, [(1, 2, None)]),  # ceil(15 / 8)
+        ("contiguous", Local(16, 0), 8, False, [(1, 2, None)]),
+        ("contiguous", Local(17, 0), 8, False, [(1, 3, None)]),
+        ("contiguous", Local(9, 4), 8, False, [(1, 2, None), (-1, 1, None)]),
+        ("contiguous", Chunked(16), 8, False, [(1, 1, None), (-1, 1, None)]),
+        ("contiguous", Chunked(8), 8, False, []),
+        ("zigzag", Local(4, 0), 8, False, [(1, 1, None), (-1, 1, None)]),  # pieces of four tokens
+        ("zigzag", Local(4, 0), 2, False, [(1, 1, None)]),
+        ("zigzag", Causal(), 4, False, [(1, 3, None)]),
+        ("striped", Local(15, 0), 8, False, [(1, 7, None)]),
+        ("zigzag", Causal(), 4, True, [(1, 3, 0), (-1, 3, 1)]),
+        ("contiguous", Local(15, 0), 8, True, [(1, 2, None)]),  # half of the way: both ways would be further
+        ("contiguous", Causal(), 1, True, []),
+    ],
+)
+def test_only_hops_that_some_device_needs_are_made(layout, mask, shards, both_ways, expected):
+    place = hops.spans(layout, 64, shards)
+    see = hops.visible(mask, place, place)
+    assert list(hops.streams(see.any(0), both_ways)) == expected
+    at = layouts.position_of(np.arange(64), layout, 64, shards).reshape(shards, -1)
+    for d, offset in np.ndindex(shards, shards):
+        really = mask(at[d][:, None], at[d - offset][None]).any()
+        assert see[d, offset] or not really
+        assert layout == "striped" or see[d, offset] == really
+
+
+def test_a_device_that_sees_nothing_of_a_hop_calls_no_kernel():
+    """Of the (P - 1) P = 12 hops of a contiguous causal ring half, and where the segments do not meet, all."""
+    calls = []
+
+    class Counted(Kernel):
+        def forward(self, q, *args, **options):
+            jax.debug.callback(lambda _: calls.append(1), q[0, 0, 0, 0])
+            return super().forward(q, *args, **options)
+
+    mesh = mesh_of((4,), ("context",))
+    q, k, v, *_ = inputs()
+
+    def count(mask, segments, pieces):
+        calls.clear()
+        shard = np.arange(T)[None] // (T // 4)
+        ids = jnp.asarray(np.broadcast_to(shard if segments else shard * 0, (B, T)), jnp.int32)
+        kernel = Ring(Counted("xla", mask, 1.0, None), "context", hops.streams([True] * 4), pieces)
+        at = jnp.arange(T, dtype=jnp.int32)[None]
+        where = Where(at, at, ids, ids)
+        tokens = jax.P(None, "context")
+        f = jax.shard_map(lambda *x: kernel.forward(*x)[0], mesh=mesh, in_specs=tokens, out_specs=tokens)
+        jax.block_until_ready(jax.jit(f)(q, k, v, where))
+        jax.effects_barrier()
+        return len(calls)
+
+    assert count(Causal(), False, pieces=0) == 16
+    assert count(Causal(), False, pieces=1) == 4 + 6
+    assert count(Full(), True, pieces=1) == 4
 
 
 @pytest.mark.parametrize("strategy", ["ring", "all_gather", "ulysses"])
@@ -220,7 +298,7 @@ def test_auto_follows_its_rule(length, heads, sends):
 
     text = jax.jit(attend).lower(q, k, k).as_text()
     for collective in ("collective_permute", "all_to_all", "all_gather"):
-        assert (collective in text) == (collective == sends or (collective, sends) == ("all_gather", "all_to_all"))
+        assert (collective in text) == (collective == sends)
 
 
 @pytest.mark.parametrize("layout", layouts.LAYOUTS)
@@ -247,6 +325,11 @@ def test_shard_and_unshard_are_inverse(layout):
             {"seq_axis": ("context", "time")},
             ValueError,
             "seq_axis: expected one of the mesh's axes, context, got 'time'",
+        ),
+        (
+            {"strategy": "ulysses", "bidirectional": True},
+            ValueError,
+            "bidirectional: ulysses has no ring, ring and usp do: leave it out",
         ),
         ({"seq_axis": ()}, ValueError, "seq_axis: expected the name of a mesh axis, or two"),
         ({"head_axis": "context"}, ValueError, "head_axis: heads of query and key, 3 and 1, must divide by 4"),

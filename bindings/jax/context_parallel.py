@@ -10,14 +10,15 @@ from jax.sharding import PartitionSpec as P
 from ringtide.jax import dispatch, meshes
 from ringtide.jax.attention import Kernel, check, differentiable, numbers
 from ringtide.kernels import layouts
+from ringtide.kernels.context import hops
 from ringtide.kernels.context.all_gather import AllGather
 from ringtide.kernels.context.ring import Ring
 from ringtide.kernels.context.ulysses import Ulysses, heads_over
 from ringtide.kernels.context.usp import USP
-from ringtide.kernels.masks import Where
+from ringtide.kernels.masks import Full, Where
 
-# Each turns a (forward, backward) pair on whole arrays into one on shards; usp over two mesh axes, the others over one.
-STRATEGIES = {"all_gather": AllGather, "ring": Ring, "ulysses": Ulysses, "usp": USP}
+STRATEGIES = ("all_gather", "ring", "ulysses", "usp")  # usp over two mesh axes, the others over one
+RINGS = ("ring", "usp")
 COVERED = 16384  # FLOP a byte: what a TPU's matrix units do while its interconnect moves one, with room to spare
 
 
@@ -31,6 +32,7 @@ def context_parallel_attention(
     head_axis=None,
     batch_axis=None,
     strategy="auto",
+    bidirectional=False,
     layout="contiguous",
     mask=None,
     segment_ids=None,
@@ -56,6 +58,8 @@ def context_parallel_attention(
         heads instead), "usp" (both, over two axes), or "auto": usp for two axes; for one, the ring where a hop's
         arithmetic hides its transfer, T / P * N / N_kv >= 16,384; else ulysses if the heads fit without padding; else
         all_gather.
+      bidirectional: whether the rings of ring and usp send half of K and V each way around where they would go all the
+        way around: half the bytes for a link to carry in a direction, two smaller kernels a hop.
       layout: "contiguous", "zigzag" (balances causal work) or "striped": the order of the time axes of all arrays.
         Positions count in the original order, unless q_positions and kv_positions (in layout order) say otherwise.
       The rest is as in `attention`.
@@ -66,7 +70,7 @@ def context_parallel_attention(
         query, key, value, mask, segment_ids, q_positions, kv_positions, sinks
     )
     axes, shards = _axes(mesh, seq_axis)
-    _check_strategy(strategy, axes)
+    _check_strategy(strategy, axes, bidirectional)
     for name, axis, what, sizes in (
         ("head_axis", head_axis, "heads of query and key", (query.shape[2], key.shape[2])),
         ("batch_axis", batch_axis, "batch", (query.shape[0],)),
@@ -75,14 +79,25 @@ def context_parallel_attention(
         if any(x % size for x in sizes):
             got = " and ".join(map(str, sizes))
             raise ValueError(f"{name}: {what}, {got}, must divide by {size}, the size of {axis!r}: pad or repeat them")
-    where = where._replace(
-        q_pos=_positions(where.q_pos, query.shape[1], layout, shards),
-        k_pos=_positions(where.k_pos, key.shape[1], layout, shards),
-    )
+    given = where.q_pos is not None or where.k_pos is not None
+    for length in (query.shape[1], key.shape[1]):
+        layouts.check_length(layout, length, shards)
+    if mask == Full():  # which looks at no positions
+        q_pos = k_pos = None
+    else:
+        q_pos, k_pos = (
+            _positions(given, x.shape[1], layout, shards) for given, x in ((where.q_pos, query), (where.k_pos, key))
+        )
+    where = where._replace(q_pos=q_pos, k_pos=k_pos)
     if strategy == "auto":
         strategy = _choose(axes, query, key, shards, _extent("head_axis", mesh, head_axis))
     local = Kernel(dispatch.names("attention", implementation), mask, *numbers(query, scale, logits_soft_cap))
-    kernel = STRATEGIES[strategy](local, axes if strategy == "usp" else axes[0])
+    if strategy in RINGS:
+        lengths, segments = (query.shape[1], key.shape[1]), where.q_seg is not None
+        kernel = Ring(local, axes[-1], *_rings(axes, mesh, layout, lengths, mask, given, segments, bidirectional))
+        kernel = USP(kernel, axes[0]) if strategy == "usp" else kernel
+    else:
+        kernel = {"all_gather": AllGather, "ulysses": Ulysses}[strategy](local, axes[0])
 
     tokens = P(batch_axis, axes, head_axis, None)
     specs = (
@@ -135,12 +150,29 @@ def _axes(mesh, seq_axis):
     return axes, math.prod(_axis_size("seq_axis", mesh, axis) for axis in axes)
 
 
-def _check_strategy(name, axes):
+def _rings(axes, mesh, layout, lengths, mask, given, segments, bidirectional):
+    """(streams, pieces) of the rings along the last of `axes`: the hops that are made, and how to tell an empty one.
+
+    lengths: of queries and keys. given: positions were, so that nothing is known of them. segments: ids were.
+    """
+    ring = mesh.shape[axes[-1]]
+    shards = math.prod(mesh.shape[axis] for axis in axes)
+    queries, keys = (hops.spans(layout, length, shards, shards // ring) for length in lengths)
+    see = hops.visible(Full() if given else mask, queries, keys)
+    streams = hops.streams(see.any(0), bidirectional)
+    made = [x.step * hop % ring for x in streams for hop in range(1, x.hops + 1)]
+    never_empty = see[:, made].all() and not segments and not (given and mask != Full())
+    return streams, 0 if never_empty else queries[0].shape[1]
+
+
+def _check_strategy(name, axes, bidirectional):
     if name not in ("auto", *STRATEGIES):
         raise ValueError(f"strategy: expected auto, {', '.join(STRATEGIES)}, got {name!r}")
     if name != "auto" and (name == "usp") != (len(axes) == 2):
         cure = "name one" if len(axes) == 2 else "name two, (ulysses, ring)"
         raise ValueError(f"seq_axis: {name} does not work over {len(axes)} mesh axes, got {axes!r}: {cure}")
+    if bidirectional and name not in ("auto", *RINGS):
+        raise ValueError(f"bidirectional: {name} has no ring, {' and '.join(RINGS)} do: leave it out")
 
 
 def _choose(axes, query, key, shards, head_shards):
@@ -155,7 +187,6 @@ def _choose(axes, query, key, shards, head_shards):
 
 
 def _positions(given, length, layout, shards):
-    layouts.check_length(layout, length, shards)
     if given is not None:
         return given
     return layouts.position_of(jnp.arange(length, dtype=jnp.int32), layout, length, shards)[None]

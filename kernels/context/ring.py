@@ -1,88 +1,168 @@
 """Ring attention: every device keeps its queries, the keys and values travel around the mesh axis.
 
-    for hop in range(P):                         forward: partial results of the hops merge in float32
-        send K, V on to the next device              lse = logaddexp(lse_a, lse_b)
-        attend to the K, V at hand                   out = out_a e^(lse_a - lse) + out_b e^(lse_b - lse)
+    send K, V to the neighbour;  out, lse = local(Q, own K, V)
+    for each hop:                                    forward: partial results of the hops merge in float32
+        send the K, V at hand on                         lse = logaddexp(lse_a, lse_b)
+        attend to the K, V at hand                       out = out_a e^(lse_a - lse) + out_b e^(lse_b - lse)
 
 Backward makes the same round with the final lse, so each hop gives its share of the true gradients: dq stays and is
-summed; dk and dv travel with the K and V that they belong to, one hop behind the kernel, and come home after P hops.
-Sends are issued before the hop's kernel and needed only after it, so that they overlap.
+summed; dk and dv travel with the K and V that they belong to, one hop behind the kernel, and go home from the last.
+What is sent is on its way during a hop's kernel and needed only after it: K and V for the next hop, dk and dv, to which
+the kernel's own are added when both are there.
 
-A hop is an ordinary call of the local kernel: positions and segment ids travel along, and the kernel skips whatever
-they hide. Memory a device: its share of q, k, v and out, one further K and V in flight, dk and dv in float32.
+    K, V        hop s + 1   ====>                    dk, dv of hop s - 1   ====>
+    kernel             [ hop s ]                              [ hop s ]   + dk, dv of hop s
+
+Which hops are made, in streams of one or both directions, is known before (hops.py). A hop is an ordinary call of the
+local kernel, which skips what positions and segment ids hide; those of all tokens are gathered once. A device that
+would see nothing of the keys at hand does not call it.
+
+Memory a device: its share of q, k, v and out; a stream, K and V at hand and in flight, and dk and dv in float32 twice;
+positions and segment ids of all tokens.
 
 Source: Liu et al., "Ring Attention with Blockwise Transformers for Near-Infinite Context", arXiv 2310.01889.
 """
 
+import math
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
+from ringtide.kernels.context.hops import Stream
+from ringtide.kernels.masks import same_segment_block
+
 
 class Ring(NamedTuple):
-    """A (forward, backward) pair on shards along `axis`, of a pair `local` on whole arrays.
+    """A (forward, backward) pair on shards along `axis`, of a pair `local`, which has a `mask`, on whole arrays.
 
-    Called inside shard_map with the shards of q, k, v and of a Where that gives positions; `where.dense` is sharded by
-    queries and holds all keys, in the order in which the devices hold them.
+    Called inside shard_map with the shards of q, k, v and of a Where; `where.dense` is sharded by queries and holds all
+    keys, in the order in which the devices hold them. Without positions the mask must be Full.
     """
 
     local: Any
     axis: str
+    streams: tuple[Stream, ...]  # what `hops.streams` gives
+    pieces: int = 0  # stretches of a shard whose positions are looked at before a hop's kernel is called; 0: call it
 
     def forward(self, q, k, v, where, *, out_dtype=None):
         """(out [B, T, N, H_v], lse [B, T, N] float32) of the shard's queries over the keys of all shards."""
+        if not self.streams:
+            return self.local.forward(q, k, v, where, out_dtype=out_dtype)
+        attend = lambda k, v, here: self.local.forward(q, k, v, here, out_dtype=jnp.float32)
 
-        def attend(x, done, hop):
-            k, v, *at = x
-            return merge(done, self.local.forward(q, k, v, self._where(where, at, hop), out_dtype=jnp.float32))
+        def visit(i, keys, here, done):
+            more = lambda: merge(done, attend(*self._unpack(keys, k), here))
+            return self._if_visible(here, more, lambda: done)
 
-        def step(carry, hop):
-            x, done = carry
-            return (self._send(x), attend(x, done, hop)), None
-
-        travelling = (k, v, where.k_pos, where.k_seg)
-        zero = q[..., :1].astype(jnp.float32) * 0
-        start = jnp.broadcast_to(zero, (*q.shape[:-1], v.shape[-1])), zero[..., 0] - jnp.inf
-        last = lax.axis_size(self.axis) - 1
-        (travelling, done), _ = lax.scan(step, (travelling, start), jnp.arange(last))
-        out, lse = attend(travelling, done, last)
+        out, lse = self._round(k, v, where, attend, visit)
         return out.astype(out_dtype or q.dtype), lse
 
     def backward(self, q, k, v, where, dout, lse, delta, *, out_dtype=None):
         """(dq, dk, dv) of the shard, given lse and delta over the keys of all shards."""
+        if not self.streams:
+            return self.local.backward(q, k, v, where, dout, lse, delta, out_dtype=out_dtype)
+        attend = lambda k, v, here: self.local.backward(q, k, v, here, dout, lse, delta, out_dtype=jnp.float32)
+        apart = len(self.streams) == 2 and self.streams[0].half is None  # each carries gradients of all tokens
+        at_once = min(stream.hops for stream in self.streams) == 1  # the first hop is in no scan
 
-        def attend(x, grads, hop):
-            (k, v, *at), (dq, *dkv) = x, grads
-            dkv = self._send(dkv)
-            here = self.local.backward(q, k, v, self._where(where, at, hop), dout, lse, delta, out_dtype=jnp.float32)
-            return jax.tree.map(jnp.add, (dq, *dkv), here)
+        def at_home(k, v, here):
+            dq, *dkv = attend(k, v, here)
+            sums = [self._part(self._pack(*dkv), stream) for stream in self.streams]
+            if apart:  # the first stream takes these along
+                sums[1] = None if at_once else zeros(sums[1])
+            return dq, *sums
 
-        def step(carry, hop):
-            x, grads = carry
-            return (self._send(x), attend(x, grads, hop)), None
+        def visit(i, keys, here, sums):
+            dq, *sums = sums
+            arriving = self._send(sums[i], self.streams[i].step)
 
-        travelling = (k, v, where.k_pos, where.k_seg)
-        start = tuple(x.astype(jnp.float32) * 0 for x in (q, k, v))
-        last = lax.axis_size(self.axis) - 1
-        (travelling, grads), _ = lax.scan(step, (travelling, start), jnp.arange(last))
-        dq, *dkv = attend(travelling, grads, last)
-        dk, dv = self._send(dkv)
+            def more():
+                dq_here, *dkv = attend(*self._unpack(keys, k), here)
+                return dq + dq_here, self._pack(*dkv)
+
+            dq, dkv = self._if_visible(here, more, lambda: (dq, zeros(keys)))
+            sums[i] = dkv if arriving is None else jax.tree.map(jnp.add, arriving, dkv)
+            return dq, *sums
+
+        dq, *sums = self._round(k, v, where, at_home, visit)
+        if not apart:  # nothing is added any more
+            sums = jax.tree.map(lambda dx: dx.astype(out_dtype or k.dtype), sums)
+        sums = [self._send(x, -stream.step * stream.hops) for x, stream in zip(sums, self.streams, strict=True)]
+        together = lambda x, *y: x if not y else x + y[0] if apart else jnp.concatenate([x, *y], axis=1)
+        dk, dv = self._unpack(jax.tree.map(together, *sums), k)
         return tuple(dx.astype(out_dtype or x.dtype) for dx, x in ((dq, q), (dk, k), (dv, v)))
 
-    def _send(self, xs):
+    def _round(self, k, v, where, at_home, visit):
+        """at_home(k, v, where), then for each hop of each stream carry = visit(stream, keys, where they stand, carry).
+
+        What the next hop visits is sent before. A stream that is longer than the other goes on alone.
+        """
+        shard = k.shape[1]
+        whole = where._replace(k_pos=self._gather(where.k_pos), k_seg=self._gather(where.k_seg))
+
+        def step(hop, keys, carry, on):
+            ahead = {i: self._send(keys[i], self.streams[i].step) for i in on}
+            for i in keys:
+                carry = visit(i, keys[i], self._where(whole, shard, self.streams[i], hop), carry)
+            return ahead, carry
+
+        mine = self._pack(k, v)
+        keys = {i: self._send(self._part(mine, stream), stream.step) for i, stream in enumerate(self.streams)}
+        dense = self._where(whole, shard, Stream(0, 0), 0).dense
+        carry, first = at_home(k, v, where._replace(dense=dense)), 1
+        for last in sorted({stream.hops for stream in self.streams}):
+            if first < last:
+                hops = jnp.arange(first, last)
+                (keys, carry), _ = lax.scan(lambda x, hop: (step(hop, *x, on=x[0]), None), (keys, carry), hops)
+            keys, carry = step(last, keys, carry, on=[i for i in keys if self.streams[i].hops > last])
+            first = last + 1
+        return carry
+
+    def _send(self, xs, by):
         size = lax.axis_size(self.axis)
-        around = [(i, (i + 1) % size) for i in range(size)]
+        around = [(i, (i + by) % size) for i in range(size)]
         return jax.tree.map(lambda x: lax.ppermute(x, self.axis, around), xs)
 
-    def _where(self, where, at, hop):
-        k_pos, k_seg = at
-        if where.dense is not None:
-            keys = k_pos.shape[1]
-            source = (lax.axis_index(self.axis) - hop) % lax.axis_size(self.axis)
-            where = where._replace(dense=lax.dynamic_slice_in_dim(where.dense, source * keys, keys, 3))
-        return where._replace(k_pos=k_pos, k_seg=k_seg)
+    def _gather(self, ids):
+        return ids if ids is None else lax.all_gather(ids, self.axis, axis=1, tiled=True)
+
+    # The TPU compiler keeps five permutes in flight, no more: with two streams K and V, and dk and dv, travel as one.
+
+    def _pack(self, k, v):
+        return (jnp.concatenate([k, v], axis=3),) if len(self.streams) == 2 else (k, v)
+
+    def _unpack(self, keys, like):
+        return jnp.split(keys[0], [like.shape[3]], axis=3) if len(self.streams) == 2 else keys
+
+    def _part(self, xs, stream):
+        return jax.tree.map(lambda x: lax.slice_in_dim(x, *stream.part(x.shape[1]), axis=1), xs)
+
+    def _where(self, whole, shard, stream, hop):
+        """Where the tokens stand, of the keys those of `stream` after `hop` hops; they had `shard` on each device."""
+        size = lax.axis_size(self.axis)
+        source = (lax.axis_index(self.axis) - stream.step * hop) % size
+        first, end = stream.part(shard)
+        there = lambda x, axis: (
+            x if x is None else lax.dynamic_slice_in_dim(x, source * shard + first, end - first, axis)
+        )
+        return whole._replace(k_pos=there(whole.k_pos, 1), k_seg=there(whole.k_seg, 1), dense=there(whole.dense, 3))
+
+    def _if_visible(self, where, attend, otherwise):
+        if not self.pieces:
+            return attend()
+        some = True
+        if where.q_pos is not None:
+            some, _ = self.local.mask.block(*self._range(where.q_pos, 2), *self._range(where.k_pos, 1))
+        if where.q_seg is not None:
+            some &= same_segment_block(*self._range(where.q_seg, 2), *self._range(where.k_seg, 1))[0]
+        return lax.cond(jnp.any(some), attend, otherwise)
+
+    def _range(self, x, axis):
+        """(least, greatest) of each piece of x [B | 1, T], along an axis of its own."""
+        x = x.reshape(x.shape[0], math.gcd(self.pieces, x.shape[1]), -1)
+        return tuple(jnp.expand_dims(f(x, axis=2), axis) for f in (jnp.min, jnp.max))
 
 
 def merge(a, b):
@@ -91,3 +171,7 @@ def merge(a, b):
     lse = jnp.logaddexp(lse_a, lse_b)
     base = jnp.where(lse == -jnp.inf, 0.0, lse)  # nothing visible in either
     return out_a * jnp.exp(lse_a - base)[..., None] + out_b * jnp.exp(lse_b - base)[..., None], lse
+
+
+def zeros(xs):
+    return jax.tree.map(lambda x: jnp.full_like(x, 0, jnp.float32), xs)
