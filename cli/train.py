@@ -2,7 +2,9 @@
 
 import importlib.util
 import json
+import math
 import os
+import re
 from pathlib import Path
 
 import click
@@ -13,6 +15,11 @@ def command():
     """Train a model."""
 
 
+# As in models/, which would start jax: a test holds them to it.
+_AXES = "data", "fsdp", "ulysses", "context"
+_STRATEGIES = "all_gather", "ring", "ulysses", "usp", "auto"
+_REMAT = "none", "full", "attention", "offload", "offload-all"
+_PRESETS = "llama-tiny", "llama-micro", "llama3.1-8b", "llama3.1-8b-hd256"
 _PATH = click.Path(path_type=Path, resolve_path=True)
 _COUNT = click.IntRange(min=1)
 # Some of it is needed only at the end of a run, which is no time to learn that it is missing.
@@ -27,8 +34,17 @@ _DEMO = {"seq": 8192, "steps": 50, "lr": 2e-3, "warmup": 5, "val_every": 25, "ck
 @click.option("--data", type=_PATH, help="text file, folder of text, or .npy of tokens [Python's standard library]")
 @click.option("--tokenizer", type=_PATH, help="tokenizer.json of the tokenizers library [bytes are the tokens]")
 @click.option("--init", type=_PATH, help="start from a Llama in Hugging Face's format: a folder with config.json")
-@click.option("--preset", type=click.Choice(["llama-tiny", "llama-micro", "llama3.1-8b"]), help="shape [llama-tiny]")
-@click.option("--devices", type=_COUNT, help="ring size, simulated on a CPU [1; with --resume, as before]")
+@click.option("--preset", type=click.Choice(_PRESETS), help="shape [llama-tiny]")
+@click.option("--devices", type=_COUNT, help="--mesh context=N, simulated on a CPU [1; with --resume, as before]")
+@click.option(
+    "--mesh", help="such as fsdp=2,context=4: axes data and fsdp split the batch, ulysses and context sequences"
+)
+@click.option(
+    "--strategy", type=click.Choice(_STRATEGIES), help="of attention over the mesh [ring, or usp over two axes]"
+)
+@click.option(
+    "--remat", type=click.Choice(_REMAT), help="what the backward pass keeps of a layer, see docs/training.md [none]"
+)
 @click.option("--seq", type=_COUNT, help="tokens a sequence [1024]")
 @click.option("--batch", type=_COUNT, help="sequences a step [1]")
 @click.option("--steps", type=_COUNT, help="steps of the whole run [1000]")
@@ -36,30 +52,30 @@ _DEMO = {"seq": 8192, "steps": 50, "lr": 2e-3, "warmup": 5, "val_every": 25, "ck
 @click.option("--warmup", type=click.IntRange(min=0), help="steps of linear warmup before the cosine [20]")
 @click.option("--seed", type=click.IntRange(min=0), help="of the initial weights and the order of the data [0]")
 @click.option("--dtype", type=click.Choice(["float32", "bfloat16"]), help="of the activations [float32]")
-@click.option("--remat", is_flag=True, default=None, help="recompute layers in the backward pass: less memory")
 @click.option("--val-every", type=_COUNT, help="steps between validations [100]")
 @click.option("--val-windows", type=_COUNT, help="held-out sequences a validation [4]")
 @click.option("--ckpt-every", type=_COUNT, help="steps between checkpoints [100]")
 @click.option(
     "--demo", is_flag=True, default=None, help="a few minutes on two cores; checks the ring and what it learnt"
 )
-def llama(out, resume, devices, **options):
-    """Train a Llama with its sequence over a ring of devices.
+def llama(out, resume, devices, mesh, strategy, remat, **options):
+    """Train a Llama with its sequence over a mesh of devices.
 
     Writes metrics.jsonl, checkpoints, loss.png and, at the end, model/ in Hugging Face's format into --out. Ctrl-C
-    saves; a run that was killed at any moment goes on with --resume, bitwise as if it had not been.
+    saves; a run that was killed at any moment goes on with --resume, bitwise as if it had not been. --devices, --mesh,
+    --strategy and --remat may then be others.
     """
     _require(*_NEEDED, *(["tokenizers"] if options["tokenizer"] else []))
     given = {name: str(v) if isinstance(v, Path) else v for name, v in options.items() if v is not None}
     if given.get("demo") and not resume:
         given = _DEMO | given
-    devices = devices or (_devices_of(out) if resume else 1)
-    _simulate(devices)
+    parallel = _parallel(_saved(out) if resume else {}, devices, mesh, strategy, remat)
+    _simulate(math.prod(parallel.get(axis, 1) for axis in _AXES))
     from ringtide.models import BadInput, train
 
     with _bar() as (say, progress):
         try:
-            summary = train.run(out, given, devices, resume, say, progress)
+            summary = train.run(out, given, train.Parallel(**parallel), resume, say, progress)
         except BadInput as error:
             raise click.ClickException(str(error)) from None
     if "stopped" in summary:
@@ -82,13 +98,38 @@ def _require(*modules):
             raise click.ClickException(f"{name} is not installed: pip install 'ringtide[models]'")
 
 
-def _devices_of(out):
-    """How many devices a run was begun on; it is read again, with care, once jax may start."""
+def _saved(out):
+    """What the run in `out` was last on; it is read again, with care, once jax may start."""
     try:
-        devices = json.loads((out / "run.json").read_bytes())["machine"]["devices"]
-    except (OSError, ValueError, KeyError, TypeError):
-        return 1
-    return devices if type(devices) is int and devices > 0 else 1
+        saved = dict(json.loads((out / "run.json").read_bytes())["parallel"])
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return {}
+    sizes = {axis: size for axis in _AXES if type(size := saved.get(axis)) is int and size > 0}
+    names = {"strategy": _STRATEGIES, "remat": _REMAT}
+    return sizes | {name: saved[name] for name, known in names.items() if saved.get(name) in known}
+
+
+def _parallel(saved, devices, mesh, strategy, remat):
+    """The fields of a Parallel: what was saved, less what the user chose otherwise."""
+    if devices and mesh is not None:
+        raise click.ClickException(f"--devices {devices}: leave it out, --mesh {mesh} says how many")
+    axes = {axis: saved[axis] for axis in _AXES if axis in saved}
+    if mesh is not None:
+        axes = _axes_of(mesh)
+    elif devices:
+        axes = {"context": devices}
+    both = axes.get("ulysses", 1) > 1 and axes.get("context", 1) > 1
+    strategy = strategy or saved.get("strategy", "usp" if both else "ring")
+    return {**axes, "strategy": strategy, "remat": remat or saved.get("remat", "none")}
+
+
+def _axes_of(mesh):
+    """{"fsdp": 2, "context": 4} of "fsdp=2,context=4"."""
+    parts = [re.fullmatch(rf"\s*({'|'.join(_AXES)})=([1-9][0-9]{{0,6}})\s*", part) for part in mesh.split(",")]
+    axes = {part[1]: int(part[2]) for part in parts if part}
+    if len(axes) < len(parts):
+        raise click.ClickException(f"--mesh {mesh}: expected sizes of {', '.join(_AXES)}, such as fsdp=2,context=4")
+    return axes
 
 
 def _simulate(devices):

@@ -57,7 +57,8 @@ def load(folder, tokenizer=None, warn=print):
     ready = False  # was it trained on ready-made tokens?
     if "run.json" in names:
         settings, config = train.read_run(folder)
-        trainer = train.Trainer(config, settings, train.make_mesh(1))
+        alone = train.Parallel()
+        trainer = train.Trainer(config, settings, alone, train.make_mesh(alone))
         found = checkpoint.restore(folder / "checkpoints", trainer.like(), warn, owner=False)
         if found is None:
             raise BadInput(f"--ckpt {folder}: no checkpoint yet")

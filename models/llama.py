@@ -5,8 +5,9 @@
                   x += (silu(h Wg) * (h Wu)) Wd     h = norm(x)
     logits = norm(x) unembed
 
-What attends is an argument, so the same lines run on one device, over a ring of devices, or with a cache. Letters:
-B batch, T time, D model, N query heads, K key and value heads, H head_dim, F feed-forward, V vocabulary, L layers.
+What attends, and how tokens are taken, are arguments, so the same lines run on one device, over a mesh of devices, or
+with a cache. Letters: B batch, T time, D model, N query heads, K key and value heads, H head_dim, F feed-forward,
+V vocabulary, L layers.
 """
 
 from dataclasses import dataclass
@@ -15,9 +16,11 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.ad_checkpoint import checkpoint_name
 
 import ringtide
 from ringtide.models.rope import Scaling, check_number, rope, rotate
+from ringtide.models.tokenwise import tokenwise
 
 
 @dataclass(frozen=True)
@@ -55,6 +58,29 @@ PRESETS = {
     "llama-tiny": Config(),
     "llama-micro": Config(layers=2, dim=32, ff_dim=64, heads=2, kv_heads=1, head_dim=16),
     "llama3.1-8b": Config(128256, 32, 4096, 14336, 32, 8, 128, rope_scaling=Scaling(), tied=False),
+    # The same work in half the heads of twice the width, which fill the matrix units of a TPU.
+    "llama3.1-8b-hd256": Config(128256, 32, 4096, 14336, 16, 4, 256, rope_scaling=Scaling(), tied=False),
+}
+CHUNK = 8192  # tokens that a layer's matrices take at a time where activations are recomputed anyway
+
+
+def _remat(save=(), offload=()):
+    policy = jax.checkpoint_policies.save_and_offload_only_these_names(
+        names_which_can_be_saved=save,
+        names_which_can_be_offloaded=offload,
+        offload_src="device",
+        offload_dst="pinned_host",
+    )
+    return partial(jax.checkpoint, policy=policy, prevent_cse=False)  # in a scan nothing can be merged with forward
+
+
+# What the backward pass finds of a layer; the rest is computed again, q, k, v and the feed-forward at any rate.
+REMAT = {
+    "none": lambda layer: layer,  # everything
+    "full": _remat(),  # its input
+    "attention": _remat(["attention_out", "attention_lse"]),  # also these: attention does not run forward again
+    "offload": _remat(["attention_lse"], ["attention_out"]),  # the same, the second [B, T, D] in the host's memory
+    "offload-all": _remat(["attention_lse"], ["attention_out", "layer_input"]),  # both there
 }
 
 
@@ -65,10 +91,10 @@ def shapes(config: Config) -> dict:
         "embed": (c.vocab_size, c.dim),
         "layers": {
             "attention_norm": (L, c.dim),
-            "q": (L, c.dim, c.heads, c.head_dim),
-            "k": (L, c.dim, c.kv_heads, c.head_dim),
-            "v": (L, c.dim, c.kv_heads, c.head_dim),
-            "o": (L, c.heads, c.head_dim, c.dim),
+            "q": (L, c.dim, c.heads * c.head_dim),
+            "k": (L, c.dim, c.kv_heads * c.head_dim),
+            "v": (L, c.dim, c.kv_heads * c.head_dim),
+            "o": (L, c.heads * c.head_dim, c.dim),
             "ff_norm": (L, c.dim),
             "gate": (L, c.dim, c.ff_dim),
             "up": (L, c.dim, c.ff_dim),
@@ -79,9 +105,11 @@ def shapes(config: Config) -> dict:
     return tree if c.tied else tree | {"unembed": (c.dim, c.vocab_size)}
 
 
-def init(seed: int, config: Config) -> dict:
+def init(seed: int, config: Config, put=lambda path, x: x) -> dict:
     """Random float32 parameters, in NumPy (nothing to compile): norms are 1, matrices normal with deviation
     1 / sqrt(fan_in), those that add to x scaled down by sqrt(2 L), the embedding 0.02.
+
+    put: what becomes of each, so that they need not all fit on the host: (path in the pytree, array) -> array.
     """
     random = np.random.default_rng(seed)
     scale = dict.fromkeys(("q", "k", "v", "gate", "up", "unembed"), config.dim**-0.5) | {
@@ -93,8 +121,8 @@ def init(seed: int, config: Config) -> dict:
     def draw(path, shape):
         name = path[-1].key
         if "norm" in name:
-            return np.ones(shape, np.float32)
-        return random.standard_normal(shape, np.float32) * np.float32(scale[name])
+            return put(path, np.ones(shape, np.float32))
+        return put(path, random.standard_normal(shape, np.float32) * np.float32(scale[name]))
 
     return jax.tree.map_with_path(draw, shapes(config), is_leaf=lambda x: isinstance(x, tuple))
 
@@ -110,48 +138,54 @@ def causal(q, k, v, positions):
     return ringtide.attention(q, k, v, mask=ringtide.Causal(), q_positions=positions, kv_positions=positions)
 
 
-def hidden(params, tokens, positions, config: Config, attend=causal, remat=False, dtype=jnp.float32):
+def hidden(params, tokens, positions, config: Config, attend=causal, each=tokenwise, remat="none", dtype=jnp.float32):
     """The last hidden states [B, T, D], normed. `logits` or `loss` takes them from here.
 
     tokens: int [B, T]. positions: int32 [T], of each column in the original sequence: with a layout, in its order.
     attend: (q [B, T, N, H], k [B, T, K, H], v [B, T, K, H], positions) -> [B, T, N, H].
-    remat: recompute each layer in the backward pass, which then holds one [B, T, D] a layer. dtype: of the activations.
+    each: how a function of single tokens is applied to all of them, see tokenwise.py.
+    remat: what the backward pass finds of each layer, a name in REMAT. dtype: of the activations.
     """
-    cos, sin = rope(positions[None], config.head_dim, config.rope_theta, config.rope_scaling)  # [1, T, H / 2]
+    at = jnp.broadcast_to(positions, tokens.shape)
+    each_of_layer = partial(each, dtype=dtype, chunk=None if remat == "none" else CHUNK)
 
     def layer(x, w):
-        q, k, v = project(x, w, cos, sin, config)
-        return finish(x, attend(q, k, v, positions), w, config), None
+        x = checkpoint_name(x, "layer_input")
+        q, k, v = each_of_layer(partial(project, config), _pick(w, "attention_norm", "q", "k", "v"), (x,), (at,))
+        attended = attend(q, k, v, positions)
+        rest = _pick(w, "o", "ff_norm", "gate", "up", "down")
+        return each_of_layer(partial(finish, config), rest, (x, attended)), None
 
-    x = params["embed"].astype(dtype)[tokens]  # [B, T, D]
-    x, _ = jax.lax.scan(jax.checkpoint(layer) if remat else layer, x, params["layers"])
+    embed = lambda w, tokens: w["embed"][tokens].astype(dtype)
+    x = each(embed, _pick(params, "embed"), (), (tokens,))  # [B, T, D]; its gradients add up in float32
+    x, _ = jax.lax.scan(REMAT[remat](layer), x, params["layers"])
     return rms_norm(x, params["norm"], config.norm_eps)
 
 
-def project(x, w, cos, sin, config):
-    """First half of a layer: (q [B, T, N, H], k [B, T, K, H], v [B, T, K, H]), rotated."""
+def project(config, w, x, positions):
+    """First half of a layer: (q [..., N, H], k [..., K, H], v [..., K, H]) of x [..., D], turned to positions [...]."""
     h = rms_norm(x, w["attention_norm"], config.norm_eps)
-    q, k, v = (split(dense(h, w[name].reshape(config.dim, -1)), config.head_dim) for name in "qkv")
+    q, k, v = (split(dense(h, w[name]), config.head_dim) for name in "qkv")
+    cos, sin = rope(positions, config.head_dim, config.rope_theta, config.rope_scaling)  # [..., H / 2]
     return rotate(q, cos, sin), rotate(k, cos, sin), v
 
 
-def finish(x, attended, w, config):
-    """Second half of a layer: x [B, T, D] plus what was attended [B, T, N, H], plus the feed-forward of that."""
-    x = x + dense(attended.reshape(*x.shape[:2], -1), w["o"].reshape(-1, config.dim))  # [B, T, N * H] -> [B, T, D]
+def finish(config, w, x, attended):
+    """Second half of a layer: x [..., D] plus what was attended [..., N, H], plus the feed-forward of that."""
+    x = x + dense(attended.reshape(*x.shape[:-1], -1), w["o"])  # [..., N * H] -> [..., D]
     h = rms_norm(x, w["ff_norm"], config.norm_eps)
-    return x + dense(jax.nn.silu(dense(h, w["gate"])) * dense(h, w["up"]), w["down"])  # [B, T, F] -> [B, T, D]
+    return x + dense(jax.nn.silu(dense(h, w["gate"])) * dense(h, w["up"]), w["down"])  # [..., F] -> [..., D]
 
 
 def dense(x, w):
-    """x [B, T, D] times w [D, F]."""
-    w = w.astype(x.dtype)
-    # A batch of one is left out: contracting over (1, T), the gradient of w costs XLA on a CPU twice the time.
-    return (x[0] @ w)[None] if x.shape[0] == 1 else x @ w
+    """x [..., D] times w [D, F]."""
+    # Of two axes: contracting over (1, T), the gradient of w costs XLA on a CPU twice the time.
+    return (x.reshape(-1, x.shape[-1]) @ w.astype(x.dtype)).reshape(*x.shape[:-1], -1)
 
 
 def split(x, head_dim):
-    """[B, T, N * H] -> [B, T, N, H]."""
-    return x.reshape(*x.shape[:2], -1, head_dim)
+    """[..., N * H] -> [..., N, H]."""
+    return x.reshape(*x.shape[:-1], -1, head_dim)
 
 
 def logits(params, h):
@@ -160,29 +194,23 @@ def logits(params, h):
     return jnp.matmul(h, unembed.astype(h.dtype), preferred_element_type=jnp.float32)
 
 
-def loss(params, h, targets, chunk=1024, shards=1):
+def loss(params, h, targets, each=tokenwise, chunk=1024):
     """Mean cross-entropy in nats of hidden states h [B, T, D] against int targets [B, T]; negative ones do not count.
 
-    Never more than [B, shards, chunk, V] logits exist: the backward pass computes each chunk's again. `shards`: over
-    how many devices T is split; a chunk takes tokens from every one of them, so that none has to move.
+    Never more than [chunk, V] logits exist on a device: the backward pass computes each chunk's again.
     """
-    B, T, D = h.shape
-    local = T // shards
-    chunks = -(-local // chunk)
-    short = chunks * chunk - local if chunks > 1 else 0  # padding, where the chunk does not divide
-    h = jnp.pad(h.reshape(B, shards, local, D), ((0, 0), (0, 0), (0, short), (0, 0)))
-    t = jnp.pad(targets.reshape(B, shards, local), ((0, 0), (0, 0), (0, short)), constant_values=-1)
-    h = jnp.moveaxis(h.reshape(B, shards, chunks, -1, D), 2, 0)  # [chunks, B, shards, chunk, D]
-    t = jnp.moveaxis(t.reshape(B, shards, chunks, -1), 2, 0)  # [chunks, B, shards, chunk]
 
-    @jax.checkpoint
-    def piece(total, xs):
-        h, t = xs
-        z = logits(params, h)
+    def surprise(w, h, t):
+        z = logits(w, h)
         true = jnp.take_along_axis(z, jnp.maximum(t, 0)[..., None], -1)[..., 0]
-        return total + jnp.sum(jnp.where(t < 0, 0.0, jax.nn.logsumexp(z, -1) - true)), None
+        return jnp.where(t < 0, 0.0, jax.nn.logsumexp(z, -1) - true)
 
-    return jax.lax.scan(piece, jnp.float32(0), (h, t))[0] / jnp.sum(targets >= 0)
+    unembed = _pick(params, "unembed" if "unembed" in params else "embed")
+    return jnp.sum(each(surprise, unembed, (h,), (targets,), dtype=h.dtype, chunk=chunk)) / jnp.sum(targets >= 0)
+
+
+def _pick(w, *names):
+    return {name: w[name] for name in names}
 
 
 def new_cache(config: Config, batch: int, length: int, dtype=jnp.float32):
@@ -200,16 +228,15 @@ def extend(params, cache, tokens, start, config: Config):
     """
     slots = jnp.arange(cache["k"].shape[2], dtype=jnp.int32)
     positions = start + jnp.arange(tokens.shape[1], dtype=jnp.int32)
-    cos, sin = rope(positions[None], config.head_dim, config.rope_theta, config.rope_scaling)
 
     def layer(x, xs):
         w, keys, values = xs
-        q, k, v = project(x, w, cos, sin, config)
+        q, k, v = project(config, w, x, positions)
         keys = jax.lax.dynamic_update_slice_in_dim(keys, k.astype(keys.dtype), start, axis=1)
         values = jax.lax.dynamic_update_slice_in_dim(values, v.astype(values.dtype), start, axis=1)
         mask = ringtide.Causal()
         out = ringtide.attention(q, keys, values, mask=mask, q_positions=positions, kv_positions=slots)
-        return finish(x, out, w, config), (keys, values)
+        return finish(config, w, x, out), (keys, values)
 
     x = params["embed"].astype(cache["k"].dtype)[tokens]
     x, (keys, values) = jax.lax.scan(layer, x, (params["layers"], cache["k"], cache["v"]))

@@ -89,9 +89,9 @@ def rope(positions, head_dim: int, theta: float, scaling: Scaling | None = None)
 
 
 def rotate(x, cos, sin):
-    """x [B, T, N, H] turned by (cos, sin) [B | 1, T, H / 2]; channel j pairs with j + H / 2, as Hugging Face does."""
+    """x [..., N, H] turned by (cos, sin) [..., H / 2]; channel j pairs with j + H / 2, as Hugging Face does."""
     a, b = jnp.split(x, 2, axis=-1)
-    c, s = cos[:, :, None, :].astype(x.dtype), sin[:, :, None, :].astype(x.dtype)
+    c, s = cos[..., None, :].astype(x.dtype), sin[..., None, :].astype(x.dtype)
     return jnp.concatenate([a * c - b * s, b * c + a * s], axis=-1)
 
 

@@ -21,7 +21,7 @@ _LAYER = {
     "q": ("self_attn.q_proj", 1),
     "k": ("self_attn.k_proj", 1),
     "v": ("self_attn.v_proj", 1),
-    "o": ("self_attn.o_proj", 2),
+    "o": ("self_attn.o_proj", 1),
     "ff_norm": ("post_attention_layernorm", 0),
     "gate": ("mlp.gate_proj", 1),
     "up": ("mlp.up_proj", 1),

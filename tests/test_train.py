@@ -391,8 +391,10 @@ def test_a_full_disk_at_the_start_is_one_line(cli, tmp_path, text, monkeypatch):
         (("settings", "depth"), 3),
         (("model", "depth"), 3),
         (("model", "layers"), "2"),
-        (("machine", "devices"), "2"),
-        (("machine", "devices"), -1),
+        (("parallel", "context"), "2"),
+        (("parallel", "context"), -1),
+        (("parallel", "strategy"), "rings"),
+        (("parallel",), []),
         (("machine",), []),
     ],
 )
@@ -456,4 +458,4 @@ def test_no_device_is_one_line(monkeypatch):
 
     monkeypatch.setattr(jax, "devices", none)
     with pytest.raises(BadInput, match=r"see JAX_PLATFORMS \(Unable to initialize backend 'bogus': Backend"):
-        train.make_mesh(1)
+        train.make_mesh(train.Parallel())

@@ -7,9 +7,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 
 from ringtide.jax import checks, dispatch, meshes
 from ringtide.kernels.masks import Mask, Where, as_mask
+
+NAMES = "attention_out", "attention_lse"  # of what a remat policy must keep, or the backward pass runs forward again
 
 
 def attention(
@@ -50,7 +53,9 @@ def attention(
       [B, T, N, H_v] in query's dtype, or with `return_lse` (that, lse [B, T, N] float32). Both are differentiable. A
       query that sees nothing has output 0, lse -inf (with a sink: the sink) and no gradients.
 
-    Differentiable by jax.grad and jax.vjp, under jit, vmap, remat and shard_map, once; not by jax.jvp.
+    Differentiable by jax.grad and jax.vjp, under jit, vmap, remat and shard_map, once; not by jax.jvp. Under
+    jax.checkpoint the forward kernel runs again in the backward pass, unless the policy keeps the two values by name:
+    `jax.checkpoint_policies.save_only_these_names("attention_out", "attention_lse")`.
 
     Raises:
       ValueError, TypeError: an argument does not fit; the message names it and the cure.
@@ -115,6 +120,7 @@ def _attend_fwd(kernel, q, k, v, where, sinks):
         joined = jnp.logaddexp(lse, sinks.astype(jnp.float32))
         share = jnp.where(lse == -jnp.inf, 0.0, jnp.exp(lse - joined))  # what the sink leaves of the softmax
         out, lse = (out * share[..., None]).astype(out.dtype), joined
+    out, lse = checkpoint_name(out, NAMES[0]), checkpoint_name(lse, NAMES[1])
     return (out, lse), (q, k, v, where, sinks, out, lse)
 
 
