@@ -139,16 +139,16 @@ class Cut:
         Query block i of sequence b visits key blocks lo[b * nq + i] up to, not including, hi[b * nq + i], at least one;
         and the other way round. Ranges that follow from the index are left out: one zero.
         """
-        q = self._ranges(self.q_at, self.span, self.nq)
-        k = self._ranges(self.k_at, self.keys, self.nk)
+        q = self.ranges(self.q_at, self.span, self.nq)
+        k = self.ranges(self.k_at, self.keys, self.nk)
         j = jnp.arange(self.nk) * self.keys
         across = lambda ranges, axis: jax.tree.map(lambda x: jnp.expand_dims(x, axis), ranges)
         some, _ = self.classify(across(q, 2), across(k, 1), j, j + self.keys - 1)
         some = jnp.broadcast_to(some, (some.shape[0], self.nq, self.nk))
-        fine = self._ranges(self.k_at, self.chunk, self.nk * self.chunks)
-        return _visits(some), _visits(some.swapaxes(1, 2)), self._flat(q), self._flat(fine)
+        fine = self.ranges(self.k_at, self.chunk, self.nk * self.chunks)
+        return visits(some), visits(some.swapaxes(1, 2)), self.flat(q), self.flat(fine)
 
-    def _ranges(self, at, block, count):  # Ranges of [B | 1, count]
+    def ranges(self, at, block, count):  # Ranges of [B | 1, count]
         if at is None:
             first = (jnp.arange(count, dtype=jnp.int32) * block)[None]
             return Ranges((first, first + block - 1))
@@ -156,7 +156,7 @@ class Cut:
         least, most = blocks.min(-1), blocks.max(-1)
         return Ranges((least[:, 0], most[:, 0]), (least[:, 1], most[:, 1]) if self.segments else None)
 
-    def _flat(self, ranges):
+    def flat(self, ranges):
         if self.q_at is None:
             return jnp.zeros(1, jnp.int32)
         return jnp.stack(jax.tree.leaves(ranges), 1).reshape(-1)
@@ -169,6 +169,7 @@ class Schedule(NamedTuple):
     b: Any  # the sequence, 0 where all share their positions and segment ids
     q_ranges: Any
     k_ranges: Any
+    k_b: Any = None  # the row of k_ranges, where that is not b
 
     def tile(self, i, j):
         """(some, every) of query block i and key block j."""
@@ -184,22 +185,25 @@ class Schedule(NamedTuple):
         if cut.q_at is None:
             q, k = Ranges((i * cut.span, i * cut.span + cut.span - 1)), Ranges((first, last))
         else:
-            q = self._read(self.q_ranges, cut.nq, i, 1)
-            k = self._read(self.k_ranges, cut.nk * cut.chunks, c, count)
+            q = self._read(self.q_ranges, self.b, cut.nq, i, 1)
+            k = self._read(self.k_ranges, self.b if self.k_b is None else self.k_b, cut.nk * cut.chunks, c, count)
         return cut.classify(q, k, first, last)
 
-    def _read(self, ref, blocks, first, count):
+    def _read(self, ref, b, blocks, first, count):
         kinds = 4 if self.cut.segments else 2
-        at = lambda kind: [ref[(self.b * kinds + kind) * blocks + first + x] for x in range(count)]
+        at = lambda kind: [ref[(b * kinds + kind) * blocks + first + x] for x in range(count)]
         pair = lambda kind: (functools.reduce(jnp.minimum, at(kind)), functools.reduce(jnp.maximum, at(kind + 1)))
         return Ranges(pair(0), pair(2) if self.cut.segments else None)
 
 
-def _visits(some):  # [B | 1, outer, inner]
-    """(lo, hi) for each outer block: the inner blocks from the first to the last that it sees something of."""
-    n = some.shape[2]
-    lo = jnp.argmax(some, axis=2)
-    hi = jnp.where(jnp.any(some, axis=2), n - jnp.argmax(some[:, :, ::-1], axis=2), lo + 1)
+def visits(some, least=1):  # [..., outer, inner]
+    """(lo, hi) for each outer block: the inner blocks from the first to the last that it sees something of.
+
+    At least `least`, 0 or 1, of them (an array where blocks differ).
+    """
+    n = some.shape[-1]
+    lo = jnp.argmax(some, axis=-1)
+    hi = jnp.where(jnp.any(some, axis=-1), n - jnp.argmax(some[..., ::-1], axis=-1), lo + least)
     return lo.astype(jnp.int32).reshape(-1), hi.astype(jnp.int32).reshape(-1)
 
 
@@ -312,10 +316,10 @@ def named(kernel, scratch):
     return run
 
 
-def compiler_params():
+def compiler_params(semantics=("parallel", "arbitrary"), **more):
     """Heads go to the cores of a chip; VMEM is what the smallest chip has, less a little for the compiler."""
     return pltpu.CompilerParams(
-        dimension_semantics=("parallel", "arbitrary"), vmem_limit_bytes=60 << 20, disable_bounds_checks=True
+        dimension_semantics=semantics, vmem_limit_bytes=60 << 20, disable_bounds_checks=True, **more
     )
 
 

@@ -1,0 +1,351 @@
+"""Ring attention in one kernel: keys and values go around the ring by remote DMA, under the tiles of splash."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from ringtide.kernels.pallas import platforms, splash, tiles
+from ringtide.kernels.pallas.tiles import LANES, Cut, Ranges, Schedule
+
+SLOTS = 3  # of what is carried from hop to hop: one is read ahead, one summed into, one written back
+
+
+def forward(q, k, v, where, *, axis, mask, scale, soft_cap=None, out_dtype=None, sizes=None, interpret=True):
+    """Attention of the shard's q [B, T, N, H] over the k [B, S, N_kv, H], v [B, S, N_kv, H_v] of all shards on `axis`.
+
+    Called inside shard_map, by all devices along the axis (at least 2). where: positions of the shard's tokens, and
+    segment ids or not. Returns (out [B, T, N, H_v] in out_dtype or q's, lse [B, T, N] float32).
+
+    sizes, interpret: as in `splash.forward`; only pltpu.InterpretParams knows remote copies.
+    """
+    out_dtype = out_dtype or q.dtype
+    q, k, v = (tiles.widen(x) for x in (q, k, v))
+    hops, collective = lax.axis_size(axis), _collective(axis)
+
+    def call(interpret, chip, cores, q, k, v, where, around, far):
+        chosen = sizes or tiles.choose(splash.TILES, chip, max(q.shape[3], v.shape[3]), q.dtype)
+        cut = Cut(q, k, v, where, mask, chosen)
+        return _forward_call(cut, hops, collective, scale, soft_cap, out_dtype, interpret, q, k, v, around, far)
+
+    shapes = ((*q.shape[:3], v.shape[3]), out_dtype), (q.shape[:3], jnp.float32)
+    return platforms.run(call, interpret, shapes, q, k, v, where, _neighbours(axis), _far_ranges(where, axis))
+
+
+def _forward_call(cut, hops, collective, scale, soft_cap, out_dtype, interpret, q, k, v, around, far):
+    q = tiles.pad(cut.queries(q).reshape(cut.b * cut.stacks, cut.nq, cut.rows, cut.h), 3, LANES)
+    k = cut.keys_first(k)
+    v = tiles.pad(tiles.pad(v, 1, cut.keys).transpose(0, 2, 3, 1).reshape(len(k), cut.h_v, k.shape[1]), 1, 16)
+    (lo, hi), q_ranges, k_ranges = _tables(cut, hops, far, by_query=True)
+    unit = tiles.unit_of(scale, soft_cap)
+    h, h_v, rows, keys, stacks = k.shape[2], v.shape[1], cut.rows, cut.keys, cut.b * cut.stacks
+    hbm, dma = pl.BlockSpec(memory_space=pl.ANY), pltpu.SemaphoreType.DMA
+    travelling = [_two(x) for x in (k, v, cut.k_at)]
+    sums = [(h_v, rows), (1, rows), (1, rows)]  # O^T, m, l
+    block = lambda hop, head, i, *_: (head, i, 0, 0)
+    at_last = lambda hop, head, i, *_: (jnp.where(hop == hops - 1, head, 0), jnp.where(hop == hops - 1, i, 0), 0, 0)
+    scratch = {
+        "k_buf": pltpu.VMEM((2, keys, h), k.dtype),
+        "v_buf": pltpu.VMEM((2, h_v, keys), v.dtype),
+        "at_buf": pltpu.VMEM((2, 8, keys), jnp.int32),
+        "sums": [pltpu.VMEM((SLOTS, *x), jnp.float32) for x in sums],
+        "kept": [pltpu.VMEM(x, jnp.float32) for x in sums],
+        "bad": pltpu.VMEM((1, rows), jnp.float32),
+        "state": pltpu.SMEM((2,), jnp.int32),
+        "leaving": pltpu.SMEM((SLOTS,), jnp.int32),
+        "ready": pltpu.SMEM((1,), jnp.int32),
+        "stale": pltpu.SMEM((1,), jnp.int32),
+        "arrived": dma((3, 2)),
+        "sums_arrived": dma((3, SLOTS)),
+        "sums_left": dma((3, SLOTS)),
+        "link": _link(3),
+    }
+    if cut.fold and soft_cap is None and tiles.half_fills(q) and unit:
+        scratch["q_less_m"] = pltpu.VMEM((rows, 2 * h), q.dtype)
+    out, lse, *_ = pl.pallas_call(
+        tiles.named(functools.partial(_forward_kernel, cut, hops, unit, soft_cap), scratch),
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=5,
+            grid=(hops, stacks, cut.nq),
+            in_specs=[
+                pl.BlockSpec((1, 1, rows, h), block),
+                pl.BlockSpec((1, 8, cut.span), lambda hop, head, i, *_: (cut.sequence(head), 0, i)),
+                hbm, hbm, hbm,
+            ],
+            out_specs=[pl.BlockSpec((1, 1, h_v, rows), at_last), pl.BlockSpec((1, 1, 1, rows), at_last)] + 6 * [hbm],
+            scratch_shapes=list(scratch.values()),
+        ),
+        out_shape=[
+            tiles.shape((stacks, cut.nq, h_v, rows), tiles.widen(out_dtype), q),
+            tiles.shape((stacks, cut.nq, 1, rows), jnp.float32, q),
+            *(tiles.shape(x.shape, x.dtype, q) for x in travelling),
+            *(tiles.shape((stacks, cut.nq, *x), jnp.float32, q) for x in sums),
+        ],
+        input_output_aliases={7: 2, 8: 3, 9: 4},
+        compiler_params=_compiler_params(collective),
+        interpret=interpret,
+        name="ring_forward",
+    )(lo, hi, q_ranges, k_ranges, around[0], q, cut.q_at, *travelling)  # fmt: skip
+    out = out[:, :, : cut.h_v].reshape(stacks, cut.nq, cut.h_v, cut.stack, cut.span)
+    lse = lse.reshape(stacks, cut.nq, cut.stack, cut.span)
+    return cut.unqueries(jnp.moveaxis(out, 2, 4)).astype(out_dtype), cut.unqueries(lse)
+
+
+def _forward_kernel(
+    cut, hops, unit, soft_cap, lo, hi, q_ranges, k_ranges, around, q_ref, q_at_ref, *refs,
+    k_buf, v_buf, at_buf, sums, kept, bad, state, leaving, ready, stale, arrived, sums_arrived, sums_left, link,
+    q_less_m=None,
+):  # fmt: skip
+    """One query block in one hop."""
+    *_, out_ref, lse_ref, k_hbm, v_hbm, at_hbm, acc_hbm, m_hbm, l_hbm = refs
+    hop, head, i = (pl.program_id(x) for x in range(3))
+    final, here = hop == hops - 1, lax.rem(hop, 2)
+    b = cut.sequence(head)
+    b_hop = b * hops + hop
+    row = b_hop * cut.nq + i
+    some = lambda row: hi[row] > lo[row]
+    first, last = lo[row], hi[row] - 1
+    kv_head = cut.kv_head(head)
+
+    turn(hop, hops, hops - 1, (head == 0) & (i == 0), around, (k_hbm, v_hbm, at_hbm), link)
+
+    @pl.when((hop == 0) & (head == 0) & (i == 0))
+    def _():
+        state[0], state[1] = 0, 0  # slot of K and V, slot of the sums
+        for x in range(SLOTS):
+            leaving[x] = 0
+        if q_less_m is not None:
+            q_less_m[...] = jnp.zeros_like(q_less_m)
+
+    # Load: key blocks, and the sums of the hops before; those of this hop leave.
+
+    streams = [
+        (k_hbm.at[here, kv_head], k_buf, 0),
+        (v_hbm.at[here, kv_head], v_buf, 1),
+        (at_hbm.at[here, b], at_buf, 1),
+    ]
+    copies, start = splash.loads(cut, streams, arrived)
+
+    def sums_in(i, to):
+        for x, (hbm, buffer) in enumerate(zip((acc_hbm, m_hbm, l_hbm), sums, strict=True)):
+            yield pltpu.make_async_copy(hbm.at[head, i], buffer.at[to], sums_arrived.at[x, to])
+
+    def sums_out(i, to):
+        for x, (hbm, buffer) in enumerate(zip((acc_hbm, m_hbm, l_hbm), sums, strict=True)):
+            yield pltpu.make_async_copy(buffer.at[to], hbm.at[head, i], sums_left.at[x, to])
+
+    def settle(to):
+        @pl.when(leaving[to] == 1)
+        def _():
+            for copy in sums_out(0, to):
+                copy.wait()
+            leaving[to] = 0
+
+    def query_block():
+        at_sums = state[1]
+        next_sums = jnp.where(at_sums == SLOTS - 1, 0, at_sums + 1)
+        following = (i + 1 < cut.nq) & some(jnp.minimum(row + 1, b_hop * cut.nq + cut.nq - 1))
+        acc, m, l = (x.at[at_sums] for x in sums)
+        key_block = splash.tile_code(
+            cut, unit, soft_cap, Schedule(cut, b, q_ranges, k_ranges, b_hop), i, q_ref, q_at_ref,
+            k_buf=k_buf, v_buf=v_buf, m=m, l=l, acc=acc, ready=ready, stale=stale, q_less_m=q_less_m, at_buf=at_buf,
+        )  # fmt: skip
+
+        @pl.when((i == 0) | ~some(jnp.maximum(row - 1, 0)))  # nothing was started by the block before
+        def _():
+            start(last, state[0])
+            pl.when(hop > 0)(lambda: start_all(sums_in(i, at_sums)))
+
+        @pl.when(hop > 0)
+        def _():
+            for copy in sums_in(i, at_sums):
+                copy.wait()
+
+        settle(next_sums)
+        pl.when(following & (hop > 0))(lambda: start_all(sums_in(i + 1, next_sums)))
+
+        def attempt(careful):
+            """As in splash, from the sums of the hops before."""
+
+            @pl.when(hop == 0)
+            def _():
+                m[...] = jnp.full_like(m, -jnp.inf)
+                l[...] = jnp.zeros_like(l)
+                acc[...] = jnp.zeros_like(acc)
+
+            @pl.when((hop > 0) & careful)
+            def _():
+                for copy in sums_in(i, at_sums):
+                    copy.start()
+                    copy.wait()
+
+            ready[0] = (jnp.min(m[...]) > -jnp.inf).astype(jnp.int32)
+            stale[0] = 1
+
+            def step(x, at):
+                j = last - x
+                pl.when(careful)(lambda: start(j, at))
+                for copy in copies(j, at):
+                    copy.wait()
+                pl.when(~careful & (j > first))(lambda: start(j - 1, 1 - at))
+                pl.when(~careful & (j == first) & following)(lambda: start(hi[row + 1] - 1, 1 - at))
+                key_block(at, j, careful)
+                return jnp.where(careful, at, 1 - at)
+
+            after = lax.fori_loop(0, last - first + 1, step, jnp.where(careful, 1 - state[0], state[0]))
+            state[0] = jnp.where(careful, 1 - after, after)
+
+            @pl.when(~careful)
+            def _():
+                fine = (l[...] < splash.OVERFLOW) & (jnp.max(jnp.abs(acc[...]), axis=0, keepdims=True) < jnp.inf)
+                bad[...] = jnp.where(fine, 0.0, 1.0)
+
+            again = ~careful & (jnp.max(bad[...]) > 0)
+
+            @pl.when(again)
+            def _():
+                for x, now in zip(kept, (acc, m, l), strict=True):
+                    x[...] = now[...]
+
+            @pl.when(careful)
+            def _():
+                for x, now in zip(kept, (acc, m, l), strict=True):
+                    now[...] = jnp.where(bad[...] > 0, now[...], x[...])
+
+            return jnp.where(again, 1, 2)
+
+        lax.while_loop(lambda tries: tries < 2, lambda tries: attempt(tries == 1), 0)
+
+        @pl.when(final)
+        def _():
+            out, lse = splash.result(m, l, acc)
+            out_ref[0, 0] = out.astype(out_ref.dtype)
+            lse_ref[0, 0] = lse
+
+        @pl.when(~final)
+        def _():
+            start_all(sums_out(i, at_sums))
+            leaving[at_sums] = 1
+
+        state[1] = next_sums
+
+    pl.when(some(row))(query_block)
+
+    @pl.when((head == pl.num_programs(1) - 1) & (i == cut.nq - 1))
+    def _():
+        for x in range(SLOTS):
+            settle(x)
+
+
+def turn(hop, hops, turns, now, around, arrays, link):
+    """What opens a hop, when `now`: the arrays [2, ...] of this hop are here, and on their way to the next device.
+
+    turns: in hops 1 to turns - 1 a credit is needed.
+    """
+    left, right = (functools.partial(dict, device_id=around[x], device_id_type=pl.DeviceIdType.LOGICAL) for x in (0, 1))
+    sent, received, credit = link
+
+    def copies(hop):
+        for x, ref in enumerate(arrays):
+            source, target = ref.at[lax.rem(hop, 2)], ref.at[lax.rem(hop + 1, 2)]
+            yield pltpu.make_async_remote_copy(source, target, sent.at[x], received.at[x], **right())
+
+    @pl.when(now & (hop == 0))
+    def _():
+        barrier = pltpu.get_barrier_semaphore()
+        pl.semaphore_signal(barrier, 1, **left())
+        pl.semaphore_signal(barrier, 1, **right())
+        pl.semaphore_wait(barrier, 2)
+
+    @pl.when(now & (hop > 0))
+    def _():
+        for copy in copies(hop - 1):
+            copy.wait()
+
+    @pl.when(now & (hop > 0) & (hop < turns))
+    def _():
+        pl.semaphore_signal(credit, 1, **left())
+        pl.semaphore_wait(credit, 1)
+
+    @pl.when(now & (hop < hops - 1))
+    def _():
+        start_all(copies(hop))
+
+
+def start_all(copies):
+    for copy in copies:
+        copy.start()
+
+
+def _link(arrays):
+    """Semaphores of `turn`."""
+    dma = pltpu.SemaphoreType.DMA
+    return [dma((arrays,)), dma((arrays,)), pltpu.SemaphoreType.REGULAR]
+
+
+def _two(x):
+    """[2, ...]: room for what is at hand, and for what arrives."""
+    return jnp.stack([x, jnp.zeros_like(x)])
+
+
+def _neighbours(axis):
+    """int32 [1, 2]: the devices before and after this one along the axis, counted through the whole mesh."""
+    mesh = jax.sharding.get_abstract_mesh()
+    here, size = {name: lax.axis_index(name) for name in mesh.axis_names}, mesh.shape[axis]
+
+    def device(step):
+        number = 0
+        for name in mesh.axis_names:
+            number = number * mesh.shape[name] + (here[name] + (step if name == axis else 0)) % mesh.shape[name]
+        return number
+
+    return jnp.stack([device(size - 1), device(1)])[None].astype(jnp.int32)
+
+
+def _far_ranges(where, axis):
+    """int32 [B | 1, P, kinds, S / 128]: least and greatest position (segment id) of 128 keys, of each hop's shard."""
+    xs = [where.k_pos] if where.k_seg is None else jnp.broadcast_arrays(where.k_pos, where.k_seg)
+    blocks = [tiles.pad(x, 1, LANES, mode="edge").reshape(len(x), -1, LANES) for x in xs]
+    mine = jnp.stack([f(x, 2) for x in blocks for f in (jnp.min, jnp.max)], 1)
+    hops = lax.axis_size(axis)
+    source = (lax.axis_index(axis) - jnp.arange(hops)) % hops
+    return jnp.take(lax.all_gather(mine, axis, axis=1), source, axis=1)
+
+
+def _tables(cut, hops, far, by_query):
+    """As `Cut.tables`, for each hop: row b * hops + hop. A block that sees nothing is visited in the first hop and in
+    the last one only if `by_query`, else never."""
+    far = tiles.pad(far, 3, cut.keys // LANES, mode="edge")
+
+    def ranges(block):
+        blocks = far.reshape(*far.shape[:3], -1, block // LANES)
+        pairs = [(blocks[:, :, x].min(-1), blocks[:, :, x + 1].max(-1)) for x in range(0, far.shape[2], 2)]
+        return Ranges(*pairs)
+
+    q, k = cut.ranges(cut.q_at, cut.span, cut.nq), ranges(cut.keys)
+    j = jnp.arange(cut.nk) * cut.keys
+    q_across = jax.tree.map(lambda x: x[:, None, :, None], q)
+    k_across = jax.tree.map(lambda x: x[:, :, None, :], k)
+    some, _ = cut.classify(q_across, k_across, j, j + cut.keys - 1)
+    some = jnp.broadcast_to(some, (len(cut.q_at), hops, cut.nq, cut.nk))
+    if by_query:
+        hop = jnp.arange(hops)[:, None]
+        found = tiles.visits(some, jnp.where((hop == 0) | (hop == hops - 1), 1, 0))
+    else:
+        found = tiles.visits(some.swapaxes(2, 3), 0)
+    fine = jnp.stack(
+        [jnp.broadcast_to(x, (len(cut.q_at), *x.shape[1:])) for x in jax.tree.leaves(ranges(cut.chunk))], 2
+    )
+    return found, cut.flat(q), fine.reshape(-1)
+
+
+def _compiler_params(collective):
+    return tiles.compiler_params(("arbitrary", "arbitrary", "arbitrary"), collective_id=collective)
+
+
+def _collective(axis):
+    """A number for each axis of the mesh: rings along two axes do not hear each other's barriers."""
+    return jax.sharding.get_abstract_mesh().axis_names.index(axis)
