@@ -69,8 +69,7 @@ class Program:
             for op in ops:
                 kind = op.opcode.removesuffix("-start")
                 if kind in _KINDS:
-                    scatter = kind == "all-reduce" and "reduce-scatter" in name  # TPU's fusion of one with a slice
-                    sent["reduce-scatter" if scatter else kind] += self.times[name] * _sent(op, kind, scatter)
+                    sent[kind] += self.times[name] * _sent(op, kind)
         return {kind: sent[kind] for kind in _KINDS if sent[kind]}
 
     def kernels(self) -> dict[str, int]:
@@ -102,7 +101,7 @@ def _is_integer(op):
     return op.opcode == "constant" and re.match(r"[su]\d+\[\]", op.type) and re.match(r"\d+\)", op.rest)
 
 
-def _sent(op, kind, scatter):
+def _sent(op, kind):
     """Bytes that a device sends, each group on a ring: what comes whole to all, less its own part."""
     sizes = [_bytes(*shape) for shape in _SHAPE.findall(op.type) if shape != ("u32", "")]
     if op.opcode.endswith("-start") and kind != "all-reduce":  # (operands, results)
@@ -115,7 +114,7 @@ def _sent(op, kind, scatter):
     group = int(found[2]) if found and found[2] else len(found[1].split(",")) if found else 1
     if kind == "reduce-scatter" and not op.opcode.endswith("-start"):
         size *= group  # of the result: what goes in is larger
-    return size * (group - 1) / group * (2 if kind == "all-reduce" and not scatter else 1)
+    return size * (group - 1) / group * (2 if kind == "all-reduce" else 1)
 
 
 def _bytes(dtype, dims):

@@ -1,4 +1,4 @@
-"""The figure of `ringtide bench schedule --plot`."""
+"""The figures of `ringtide bench schedule --plot` and of `ringtide plan --plot`."""
 
 _IMPLS = {"ringtide": "#1f4e79", "tokamax": "#d08a2e", "jax": "#9a9a9a"}
 
@@ -47,4 +47,48 @@ def shares(path, rows):
         f"Share of the bf16 peak, {masks} attention over {seqs} tokens (predicted from the compiler's schedule)",
         fontsize=11,
     )
+    figure.savefig(path, dpi=150)
+
+
+_TERMS = {
+    "attention forward": "#1f4e79",
+    "attention backward": "#4f83b5",
+    "matmuls": "#d08a2e",
+    "elementwise": "#9a9a9a",
+    "interconnect": "#b03a48",
+    "host": "#6b4f8a",
+}
+
+
+def plans(path, rows, title):
+    """Draws rows of bench.plan: the time of a step by terms, and memory beside its limits."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(10.5, 1.6 + 0.62 * len(rows)), layout="constrained")
+    time, memory = figure.subplots(1, 2, sharey=True, width_ratios=(3, 2))
+    names = [f"{row['strategy']}\n{row['tokens'] / (1 << 20):g}M, {row['remat']}" for row in rows]
+    at = range(len(rows))
+    for i, row in zip(at, rows, strict=True):
+        left = 0.0
+        for name, seconds in (row["terms"] or {}).items():
+            time.barh(i, seconds, 0.62, left, color=_TERMS[name])
+            left += seconds
+        text = f" {row['mfu']:.0%} MFU" if row["terms"] else " does not fit"
+        time.text(left, i, text, va="center", fontsize=8)
+        for shift, what, color in ((-0.16, "hbm", "#1f4e79"), (0.16, "host", "#6b4f8a")):
+            used, limit = row[f"{what}_bytes"] / (1 << 30), row[f"{what}_limit"] / (1 << 30)
+            memory.barh(i + shift, used, 0.28, color=color if used <= limit else "#b03a48")
+            memory.vlines(limit, i + shift - 0.15, i + shift + 0.15, color="black", linewidth=1.5)
+    time.set_yticks(at, names, fontsize=8)
+    time.invert_yaxis()
+    time.margins(x=0.18)
+    time.set_xlabel("seconds a step (predicted)")
+    memory.set_xlabel("GiB a device, of HBM and of the host; marks: what there is")
+    for axes in (time, memory):
+        axes.grid(axis="x", color="#dddddd", linewidth=0.6)
+        axes.set_axisbelow(True)
+        axes.spines[["top", "right"]].set_visible(False)
+    handles = [time.barh(0, 0, color=color, label=name) for name, color in _TERMS.items()]
+    figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), frameon=False, fontsize=8)
+    figure.suptitle(title, fontsize=11)
     figure.savefig(path, dpi=150)

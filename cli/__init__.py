@@ -10,6 +10,7 @@ _COMMANDS = {
     "train": "train a model",
     "generate": "stream text from a trained model",
     "bench": "measure speed and memory",
+    "plan": "whether a training run fits a pod, and what it will take",
 }
 
 

@@ -19,7 +19,8 @@ MAY_IMPORT = {
     "bindings": ("kernels", "reference"),
     "models": ("bindings", "kernels", "reference"),
     "bench": ("bindings", "kernels", "reference", "models"),
-    "cli": ("bindings", "kernels", "reference", "models", "bench"),
+    "recipes": (),
+    "cli": ("bindings", "kernels", "reference", "models", "bench", "recipes"),
 }
 
 
