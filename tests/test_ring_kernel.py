@@ -56,6 +56,7 @@ def main():
     from ringtide.reference import attention as reference
 
     case = {"layout": "contiguous", "mask": "Causal()", "local": 256, "heads": [2, 1], "drop": None, "batch": 1}
+    case |= {"passes": ["forward", "backward"]}
     case |= json.load(sys.stdin)
     platforms.run = lambda kernel, interpret, shapes, *args: kernel(interpret, INTERPRET, 1, *args)
     wait, remote = pl.semaphore_wait, pltpu.make_async_remote_copy
@@ -95,11 +96,17 @@ def main():
     def errors(got, want):
         return [float(np.nanmax(np.abs(x - w)) / np.abs(w).max()) for x, w in zip(got, want, strict=True)]
 
-    result = {}
-    result["out"] = errors(
-        sharded(lambda q, k, v, where: ring.forward(q, k, v, where, **options), q, k, v, where),
-        reference.attention(q, k, v, **truth),
-    )
+    result, dlse = {}, rng.normal(size=q.shape[:3]).astype(np.float32)
+    want_out, want_lse = reference.attention(q, k, v, **truth)
+    if "forward" in case["passes"]:
+        got = sharded(lambda q, k, v, where: ring.forward(q, k, v, where, **options), q, k, v, where)
+        result["out"] = errors(got, (want_out, want_lse))
+    if "backward" in case["passes"]:
+        dlse = np.where(np.isneginf(want_lse), 0, dlse).astype(np.float32)
+        lse = np.where(np.isneginf(want_lse), np.inf, want_lse).astype(np.float32)
+        args = q, k, v, where, dout, lse, (dout * want_out).sum(-1).astype(np.float32) - dlse
+        got = sharded(lambda *args: ring.backward(*args, **options), *args)
+        result["grads"] = errors(got, reference.attention_grad(q, k, v, dout, dlse, **truth)[:3])
     result["races"] = interpreter.races.races_found
     print(json.dumps(result))
 

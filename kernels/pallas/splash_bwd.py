@@ -77,24 +77,14 @@ def backward(
 
 
 def _call(cut, scale, soft_cap, dtypes, interpret, q, k, v, dout, lse, delta):
-    blocks = lambda x: tiles.pad(
-        cut.queries(x).reshape(cut.b * cut.stacks, cut.nq, cut.rows, x.shape[3]), 3, tiles.LANES
-    )
-    q, dout, k, v = blocks(q), blocks(dout), cut.keys_first(k), cut.keys_first(v)
-    lse, delta = (cut.queries(x, fill).reshape(*q.shape[:3]) for x, fill in ((lse * LOG2E, jnp.inf), (delta, 0)))
-    _, (lo, hi), q_ranges, k_ranges = cut.tables()
     unit = tiles.unit_of(scale, soft_cap)
-    fold = cut.fold and tiles.half_fills(q) and tiles.half_fills(dout) and soft_cap is None and unit != 0
+    q, k, v, streams, fold = prepared(cut, unit, soft_cap, q, k, v, dout, lse, delta)
+    _, (lo, hi), q_ranges, k_ranges = cut.tables()
     (stacks, nq, rows, h), h_v, keys = q.shape, v.shape[2], cut.keys
     per_kv_head = cut.stacks // cut.n_kv
     of_kv_head = lambda h, j, *_: (cut.kv_head(h), j, 0)
     grad = lambda h, j, *_: (h, 0, j)
     hbm = pl.BlockSpec(memory_space=pl.ANY)
-    streams = [q, dout, q.swapaxes(2, 3), dout.swapaxes(2, 3)]
-    if fold:  # lse of +inf, where nothing is visible: P is 0 as well if it is only far enough out
-        streams[:2] = tiles.less(q, jnp.clip(lse / unit, -FAR, FAR)), tiles.less(dout, delta)
-    if not fold or cut.q_at is not None:
-        streams.append(_rows(cut, lse, delta))
     in_specs = [pl.BlockSpec((1, keys, h), of_kv_head), pl.BlockSpec((1, keys, h_v), of_kv_head)]
     in_specs += [hbm] * (len(streams) + 1)
     arrays = [k, v, *streams, jnp.zeros_like(q, jnp.float32)]
@@ -131,11 +121,30 @@ def _call(cut, scale, soft_cap, dtypes, interpret, q, k, v, dout, lse, delta):
         name="splash_backward",
     )(lo, hi, q_ranges, k_ranges, *arrays)
     dq = (dq[..., : cut.h] * scale).astype(dtypes[0]).reshape(stacks, nq, cut.stack, cut.span, cut.h)
-    heads_last = lambda x, h: (
-        x.reshape(cut.b, cut.n_kv, per_kv_head, *x.shape[1:]).sum(2).transpose(0, 3, 1, 2)[..., :h]
+    dk, dv = (unkeys(cut, x, h).astype(dtype) for x, h, dtype in ((dk, cut.h, dtypes[1]), (dv, cut.h_v, dtypes[2])))
+    return cut.unqueries(dq), dk, dv
+
+
+def prepared(cut, unit, soft_cap, q, k, v, dout, lse, delta):
+    """(Q in blocks, K and V heads first, what streams past a key block: see the memory table, fold or not)."""
+    blocks = lambda x: tiles.pad(
+        cut.queries(x).reshape(cut.b * cut.stacks, cut.nq, cut.rows, x.shape[3]), 3, tiles.LANES
     )
-    dk, dv = heads_last(dk, cut.h)[:, : cut.s], heads_last(dv, cut.h_v)[:, : cut.s]
-    return cut.unqueries(dq), dk.astype(dtypes[1]), dv.astype(dtypes[2])
+    q, dout, k, v = blocks(q), blocks(dout), cut.keys_first(k), cut.keys_first(v)
+    lse, delta = (cut.queries(x, fill).reshape(*q.shape[:3]) for x, fill in ((lse * LOG2E, jnp.inf), (delta, 0)))
+    fold = cut.fold and tiles.half_fills(q) and tiles.half_fills(dout) and soft_cap is None and unit != 0
+    streams = [q, dout, q.swapaxes(2, 3), dout.swapaxes(2, 3)]
+    if fold:  # lse of +inf, where nothing is visible: P is 0 as well if it is only far enough out
+        streams[:2] = tiles.less(q, jnp.clip(lse / unit, -FAR, FAR)), tiles.less(dout, delta)
+    if not fold or cut.q_at is not None:
+        streams.append(_rows(cut, lse, delta))
+    return q, k, v, streams, fold
+
+
+def unkeys(cut, x, h):
+    """dK^T or dV^T [B * stacks, H', S'] -> [B, S, N_kv, h], summed over the stacks of a kv head."""
+    x = x.reshape(cut.b, cut.n_kv, cut.stacks // cut.n_kv, *x.shape[1:]).sum(2)
+    return x.transpose(0, 3, 1, 2)[:, : cut.s, :, :h]
 
 
 def _rows(cut, lse, delta):
