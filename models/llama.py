@@ -197,7 +197,7 @@ def logits(params, h):
 def loss(params, h, targets, each=tokenwise, chunk=1024):
     """Mean cross-entropy in nats of hidden states h [B, T, D] against int targets [B, T]; negative ones do not count.
 
-    Never more than [chunk, V] logits exist on a device: the backward pass computes each chunk's again.
+    Never more than [chunk, V] logits exist on a device, and each once: gradients are found with the loss.
     """
 
     def surprise(w, h, t):
@@ -206,7 +206,8 @@ def loss(params, h, targets, each=tokenwise, chunk=1024):
         return jnp.where(t < 0, 0.0, jax.nn.logsumexp(z, -1) - true)
 
     unembed = _pick(params, "unembed" if "unembed" in params else "embed")
-    return jnp.sum(each(surprise, unembed, (h,), (targets,), dtype=h.dtype, chunk=chunk)) / jnp.sum(targets >= 0)
+    total = each(surprise, unembed, (h,), (targets,), dtype=h.dtype, chunk=chunk, total=True)
+    return jnp.sum(total) / jnp.sum(targets >= 0)
 
 
 def _pick(w, *names):

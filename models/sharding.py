@@ -131,14 +131,14 @@ def shardings(tree, mesh):
 def each_token(mesh):
     """`tokenwise` for global arrays over the mesh: xs and at [B, T, ...] lie as TOKENS, w as the TABLE says."""
 
-    def each(f, w, xs, at=(), *, dtype=None, chunk=None):
+    def each(f, w, xs, at=(), **options):
         specs = jax.tree.map_with_path(lambda path, x: spec_of(path, x.shape, mesh), w)
 
         def gather(w):
             return jax.tree.map(_whole, w, specs)
 
         def local(w, xs, at):
-            return tokenwise(f, w, xs, at, dtype=dtype, chunk=chunk, gather=gather)
+            return tokenwise(f, w, xs, at, gather=gather, **options)
 
         run = jax.shard_map(local, mesh=mesh, in_specs=(specs, TOKENS, TOKENS), out_specs=TOKENS)
         return run(w, xs, at)
@@ -150,7 +150,9 @@ def _whole(x, spec):
     """A parameter from its shards, inside shard_map, for use with this device's tokens."""
     shards = (spec[0] if spec else None) or ()
     x = lax.pcast(x, tuple(axis for axis in AXES if axis not in shards), to="varying")
-    return lax.all_gather(x, shards, axis=0, tiled=True) if shards else x
+    for axis in reversed(shards):  # one after another: over 64 devices at once, the TPU compiler reduces instead
+        x = lax.all_gather(x, axis, axis=0, tiled=True)
+    return x
 
 
 def _size(mesh, axes):
