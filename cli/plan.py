@@ -36,7 +36,11 @@ def command(preset, recipe, chip, topology, tokens, batch, strategies, mesh, rem
     if plot and (not plot.parent.is_dir() or plot.suffix not in (".png", ".svg", ".pdf")):
         raise click.UsageError(f"--plot {plot}: expected a .png, .svg or .pdf in a folder that exists")
     if recipe:
-        found = _recipe(recipe)
+        from ringtide import recipes
+
+        if recipe not in recipes.NAMES:
+            raise click.UsageError(f"--recipe {recipe}: expected one of {', '.join(recipes.NAMES)}")
+        found = recipes.load(recipe)
         preset, chip, topology = preset or found.model, chip or found.chip, topology or found.topology
         tokens, batch = tokens or str(found.train["seq"]), batch or found.train["batch"]
         strategies, remat = strategies or (found.train["strategy"],), remat or found.train["remat"]
@@ -77,15 +81,6 @@ def command(preset, recipe, chip, topology, tokens, batch, strategies, mesh, rem
         _say(f"drawn: {plot}")
     if failed:
         raise click.ClickException(f"{failed} of {failed + len(rows)} strategies could not be planned")
-
-
-def _recipe(name):
-    from ringtide import recipes
-
-    try:
-        return recipes.load(name)
-    except KeyError:
-        raise click.UsageError(f"--recipe {name}: expected one of {', '.join(recipes.NAMES)}") from None
 
 
 def _axes(text):

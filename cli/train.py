@@ -10,9 +10,16 @@ from pathlib import Path
 import click
 
 
-@click.group("train")
+class _Group(click.Group):
+    """A recipe says which model: `train --recipe NAME` is `train llama --recipe NAME`."""
+
+    def parse_args(self, ctx, args):
+        return super().parse_args(ctx, ["llama", *args] if args and args[0].startswith("--recipe") else args)
+
+
+@click.group("train", cls=_Group)
 def command():
-    """Train a model."""
+    """Train a model, or run a recipe: `ringtide train --recipe NAME`."""
 
 
 # As in models/, which would start jax: a test holds them to it.
@@ -30,6 +37,8 @@ _DEMO = {"seq": 8192, "steps": 50, "lr": 2e-3, "warmup": 5, "val_every": 25, "ck
 
 @command.command()
 @click.option("--out", type=_PATH, required=True, help="folder of the run")
+@click.option("--recipe", metavar="NAME", help="the options of a file in recipes/, less those given here")
+@click.option("--scale-down", is_flag=True, help="rehearse --recipe: a tiny model, few tokens, simulated devices")
 @click.option("--resume", is_flag=True, help="go on with the run in --out, from its last whole checkpoint")
 @click.option("--data", type=_PATH, help="text file, folder of text, or .npy of tokens [Python's standard library]")
 @click.option("--tokenizer", type=_PATH, help="tokenizer.json of the tokenizers library [bytes are the tokens]")
@@ -58,7 +67,7 @@ _DEMO = {"seq": 8192, "steps": 50, "lr": 2e-3, "warmup": 5, "val_every": 25, "ck
 @click.option(
     "--demo", is_flag=True, default=None, help="a few minutes on two cores; checks the ring and what it learnt"
 )
-def llama(out, resume, devices, mesh, strategy, remat, **options):
+def llama(out, recipe, scale_down, resume, **options):
     """Train a Llama with its sequence over a mesh of devices.
 
     Writes metrics.jsonl, checkpoints, loss.png and, at the end, model/ in Hugging Face's format into --out. Ctrl-C
@@ -66,11 +75,17 @@ def llama(out, resume, devices, mesh, strategy, remat, **options):
     --strategy and --remat may then be others.
     """
     _require(*_NEEDED, *(["tokenizers"] if options["tokenizer"] else []))
+    if recipe:
+        options = _recipe(recipe, scale_down, options)
+    elif scale_down:
+        raise click.UsageError("--scale-down: say which --recipe to rehearse")
+    over = [options.pop(name) for name in ("devices", "mesh", "strategy", "remat")]
     given = {name: str(v) if isinstance(v, Path) else v for name, v in options.items() if v is not None}
     if given.get("demo") and not resume:
         given = _DEMO | given
-    parallel = _parallel(_saved(out) if resume else {}, devices, mesh, strategy, remat)
-    _simulate(math.prod(parallel.get(axis, 1) for axis in _AXES))
+    parallel = _parallel(_saved(out) if resume else {}, *over)
+    if scale_down or not recipe:
+        _simulate(math.prod(parallel.get(axis, 1) for axis in _AXES))
     from ringtide.models import BadInput, train
 
     with _bar() as (say, progress):
@@ -86,6 +101,28 @@ def llama(out, resume, devices, mesh, strategy, remat, **options):
     click.echo(f"picture: {summary['picture']}   text: ringtide generate llama --ckpt {out} --prompt 'def '")
     if options["demo"] and not summary["last"] < summary["unigram"]:
         raise click.ClickException("the model has learnt no more than the frequencies of single tokens")
+
+
+def _recipe(name, scale_down, options):
+    """The options, those that were not given taken from a recipe."""
+    from ringtide import recipes
+
+    if name not in recipes.NAMES:
+        raise click.UsageError(f"--recipe {name}: expected one of {', '.join(recipes.NAMES)}")
+    recipe = recipes.load(name)
+    if scale_down:
+        recipe = recipe.scaled_down()
+    elif recipe.finetune and options["init"] is None:
+        raise click.UsageError(
+            f"--recipe {name}: fine-tunes; --init names a folder of weights in Hugging Face's format"
+        )
+    mesh = ",".join(f"{axis}={size}" for axis, size in recipe.mesh.items())
+    known = recipe.train | {"preset": recipe.model, "mesh": mesh}
+    if options["init"]:
+        del known["preset"]  # the weights have a shape of their own
+    if options["devices"]:
+        del known["mesh"]
+    return {name: known.get(name) if value is None else value for name, value in options.items()}
 
 
 def _require(*modules):
