@@ -8,14 +8,15 @@
 Backward makes the same round with the final lse, so each hop gives its share of the true gradients: dq stays and is
 summed; dk and dv travel with the K and V that they belong to, one hop behind the kernel, and go home from the last.
 What is sent is on its way during a hop's kernel and needed only after it: K and V for the next hop, dk and dv, to which
-the kernel's own are added when both are there.
+the kernel's own are added when both are there. The kernel and what is done with its results stand in a branch, so that
+they are one instruction to the compiler, which otherwise starts to send (on v5p) when the kernel has ended.
 
     K, V        hop s + 1   ====>                    dk, dv of hop s - 1   ====>
     kernel             [ hop s ]                              [ hop s ]   + dk, dv of hop s
 
 Which hops are made, in streams of one or both directions, is known before (hops.py). A hop is an ordinary call of the
 local kernel, which skips what positions and segment ids hide; those of all tokens are gathered once. A device that
-would see nothing of the keys at hand does not call it.
+would see nothing of the keys at hand does not take the branch.
 
 Memory a device: its share of q, k, v and out; a stream, K and V at hand and in flight, and dk and dv in float32 twice;
 positions and segment ids of all tokens.
@@ -52,9 +53,9 @@ class Ring(NamedTuple):
             return self.local.forward(q, k, v, where, out_dtype=out_dtype)
         attend = lambda k, v, here: self.local.forward(q, k, v, here, out_dtype=jnp.float32)
 
-        def visit(i, keys, here, done):
+        def visit(i, keys, here, sees, done):
             more = lambda: merge(done, attend(*self._unpack(keys, k), here))
-            return self._if_visible(here, more, lambda: done)
+            return lax.cond(sees, more, lambda: done)
 
         out, lse = self._round(k, v, where, attend, visit)
         return out.astype(out_dtype or q.dtype), lse
@@ -74,7 +75,7 @@ class Ring(NamedTuple):
                 sums[1] = None if at_once else zeros(sums[1])
             return dq, *sums
 
-        def visit(i, keys, here, sums):
+        def visit(i, keys, here, sees, sums):
             dq, *sums = sums
             arriving = self._send(sums[i], self.streams[i].step)
 
@@ -82,7 +83,7 @@ class Ring(NamedTuple):
                 dq_here, *dkv = attend(*self._unpack(keys, k), here)
                 return dq + dq_here, self._pack(*dkv)
 
-            dq, dkv = self._if_visible(here, more, lambda: (dq, zeros(keys)))
+            dq, dkv = lax.cond(sees, more, lambda: (dq, zeros(keys)))
             sums[i] = dkv if arriving is None else jax.tree.map(jnp.add, arriving, dkv)
             return dq, *sums
 
@@ -95,22 +96,25 @@ class Ring(NamedTuple):
         return tuple(dx.astype(out_dtype or x.dtype) for dx, x in ((dq, q), (dk, k), (dv, v)))
 
     def _round(self, k, v, where, at_home, visit):
-        """at_home(k, v, where), then for each hop of each stream carry = visit(stream, keys, where they stand, carry).
+        """at_home(k, v, where), then for each hop of each stream
+        carry = visit(stream, keys, where they stand, does a query see any of them?, carry).
 
         What the next hop visits is sent before. A stream that is longer than the other goes on alone.
         """
-        shard = k.shape[1]
+        shard, size, here = k.shape[1], lax.axis_size(self.axis), lax.axis_index(self.axis)
         whole = where._replace(k_pos=self._gather(where.k_pos), k_seg=self._gather(where.k_seg))
 
         def step(hop, keys, carry, on):
             ahead = {i: self._send(keys[i], self.streams[i].step) for i in on}
             for i in keys:
-                carry = visit(i, keys[i], self._where(whole, shard, self.streams[i], hop), carry)
+                source = (here - self.streams[i].step * hop) % size
+                there = self._where(whole, shard, self.streams[i], source)
+                carry = visit(i, keys[i], there, self._sees(there) & (source != here), carry)
             return ahead, carry
 
         mine = self._pack(k, v)
         keys = {i: self._send(self._part(mine, stream), stream.step) for i, stream in enumerate(self.streams)}
-        dense = self._where(whole, shard, Stream(0, 0), 0).dense
+        dense = self._where(whole, shard, Stream(0, 0), here).dense
         carry, first = at_home(k, v, where._replace(dense=dense)), 1
         for last in sorted({stream.hops for stream in self.streams}):
             if first < last:
@@ -139,25 +143,22 @@ class Ring(NamedTuple):
     def _part(self, xs, stream):
         return jax.tree.map(lambda x: lax.slice_in_dim(x, *stream.part(x.shape[1]), axis=1), xs)
 
-    def _where(self, whole, shard, stream, hop):
-        """Where the tokens stand, of the keys those of `stream` after `hop` hops; they had `shard` on each device."""
-        size = lax.axis_size(self.axis)
-        source = (lax.axis_index(self.axis) - stream.step * hop) % size
+    def _where(self, whole, shard, stream, source):
+        """Where the tokens stand, of the keys those of `stream` from device `source`; each had `shard` of them."""
         first, end = stream.part(shard)
         there = lambda x, axis: (
             x if x is None else lax.dynamic_slice_in_dim(x, source * shard + first, end - first, axis)
         )
         return whole._replace(k_pos=there(whole.k_pos, 1), k_seg=there(whole.k_seg, 1), dense=there(whole.dense, 3))
 
-    def _if_visible(self, where, attend, otherwise):
-        if not self.pieces:
-            return attend()
-        some = True
-        if where.q_pos is not None:
-            some, _ = self.local.mask.block(*self._range(where.q_pos, 2), *self._range(where.k_pos, 1))
-        if where.q_seg is not None:
+    def _sees(self, where):
+        """May a query see some key?"""
+        some = jnp.bool_(True)
+        if self.pieces and where.q_pos is not None:
+            some &= self.local.mask.block(*self._range(where.q_pos, 2), *self._range(where.k_pos, 1))[0]
+        if self.pieces and where.q_seg is not None:
             some &= same_segment_block(*self._range(where.q_seg, 2), *self._range(where.k_seg, 1))[0]
-        return lax.cond(jnp.any(some), attend, otherwise)
+        return jnp.any(some)
 
     def _range(self, x, axis):
         """(least, greatest) of each piece of x [B | 1, T], along an axis of its own."""
