@@ -10,6 +10,7 @@ _HOME = {
     "gla": "ringtide.jax",
     "gla_decode_step": "ringtide.jax",
     "context_parallel_attention": "ringtide.jax",
+    "explain": "ringtide.jax.explain",
     "shard_sequence": "ringtide.jax",
     "unshard_sequence": "ringtide.jax",
     "Full": "ringtide.kernels.masks",

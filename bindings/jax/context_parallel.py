@@ -56,8 +56,9 @@ def context_parallel_attention(
       head_axis, batch_axis: the mesh axes that heads and batch are sharded over: a name, a tuple of names, or None.
       strategy: "all_gather" (of K and V), "ring" (K and V travel around the axis), "ulysses" (an all-to-all shards the
         heads instead), "usp" (both, over two axes), or "auto": usp for two axes; for one, the ring where a hop's
-        arithmetic hides its transfer, T / P * N / N_kv >= 16,384; else ulysses if the heads fit without padding; else
-        all_gather.
+        arithmetic hides its transfer, T / P * N / N_kv >= 16,384, where the mask needs no more than one hop to a side,
+        or where it is to be bidirectional; else ulysses if the heads fit without padding; else all_gather. `explain`
+        prints the numbers.
       bidirectional: whether the rings of ring and usp send half of K and V each way around where they would go all the
         way around: half the bytes for a link to carry in a direction, two smaller kernels a hop.
       layout: "contiguous", "zigzag" (balances causal work) or "striped": the order of the time axes of all arrays.
@@ -69,35 +70,14 @@ def context_parallel_attention(
     query, key, value, where, mask, sinks = check(
         query, key, value, mask, segment_ids, q_positions, kv_positions, sinks
     )
-    axes, shards = _axes(mesh, seq_axis)
-    _check_strategy(strategy, axes, bidirectional)
-    for name, axis, what, sizes in (
-        ("head_axis", head_axis, "heads of query and key", (query.shape[2], key.shape[2])),
-        ("batch_axis", batch_axis, "batch", (query.shape[0],)),
-    ):
-        size = _extent(name, mesh, axis)
-        if any(x % size for x in sizes):
-            got = " and ".join(map(str, sizes))
-            raise ValueError(f"{name}: {what}, {got}, must divide by {size}, the size of {axis!r}: pad or repeat them")
-    given = where.q_pos is not None or where.k_pos is not None
-    for length in (query.shape[1], key.shape[1]):
-        layouts.check_length(layout, length, shards)
-    if mask == Full():  # which looks at no positions
-        q_pos = k_pos = None
-    else:
-        q_pos, k_pos = (
-            _positions(given, x.shape[1], layout, shards) for given, x in ((where.q_pos, query), (where.k_pos, key))
-        )
-    where = where._replace(q_pos=q_pos, k_pos=k_pos)
-    if strategy == "auto":
-        strategy = _choose(axes, query, key, shards, _extent("head_axis", mesh, head_axis))
+    call = Call(mesh, seq_axis, head_axis, batch_axis, strategy, bidirectional, layout, query, key, mask, where)
+    axes, where = call.axes, call.place()
     local = Kernel(dispatch.names("attention", implementation), mask, *numbers(query, scale, logits_soft_cap))
-    if strategy in RINGS:
-        lengths, segments = (query.shape[1], key.shape[1]), where.q_seg is not None
-        kernel = Ring(local, axes[-1], *_rings(axes, mesh, layout, lengths, mask, given, segments, bidirectional))
-        kernel = USP(kernel, axes[0]) if strategy == "usp" else kernel
+    if call.strategy in RINGS:
+        kernel = Ring(local, axes[-1], *call.rings())
+        kernel = USP(kernel, axes[0]) if call.strategy == "usp" else kernel
     else:
-        kernel = {"all_gather": AllGather, "ulysses": Ulysses}[strategy](local, axes[0])
+        kernel = {"all_gather": AllGather, "ulysses": Ulysses}[call.strategy](local, axes[0])
 
     tokens = P(batch_axis, axes, head_axis, None)
     specs = (
@@ -142,54 +122,94 @@ def _reorder(x, mesh, seq_axis, layout, source, spec):
     return meshes.place(x, mesh, spec)
 
 
+class Call:
+    """A call over a mesh, its arguments checked against that, and what follows from their shapes."""
+
+    def __init__(self, mesh, seq_axis, head_axis, batch_axis, strategy, bidirectional, layout, query, key, mask, where):
+        self.axes, self.shards = _axes(mesh, seq_axis)
+        self.layout, self.bidirectional, self.mask, self.where = layout, bidirectional, mask, where
+        if strategy not in ("auto", *STRATEGIES):
+            raise ValueError(f"strategy: expected auto, {', '.join(STRATEGIES)}, got {strategy!r}")
+        if strategy != "auto" and (reason := self.refuses(strategy)):
+            raise ValueError(reason)
+        self.ring = mesh.shape[self.axes[-1]]  # devices along the axis that a ring goes around
+        self.heads, self.batch = _extent("head_axis", mesh, head_axis), _extent("batch_axis", mesh, batch_axis)
+        for name, axis, size, what, lengths in (
+            ("head_axis", head_axis, self.heads, "heads of query and key", (query.shape[2], key.shape[2])),
+            ("batch_axis", batch_axis, self.batch, "batch", (query.shape[0],)),
+        ):
+            if any(x % size for x in lengths):
+                got = " and ".join(map(str, lengths))
+                cure = "pad or repeat them"
+                raise ValueError(f"{name}: {what}, {got}, must divide by {size}, the size of {axis!r}: {cure}")
+        self.lengths = query.shape[1], key.shape[1]
+        for length in self.lengths:
+            layouts.check_length(layout, length, self.shards)
+        self.n, self.n_kv = query.shape[2] // self.heads, key.shape[2] // self.heads
+        self.strategy = self._rule() if strategy == "auto" else strategy
+
+    def refuses(self, strategy):
+        """Why a strategy cannot serve the call, and the cure; None if it can."""
+        if (strategy == "usp") != (len(self.axes) == 2):
+            cure = "name one" if len(self.axes) == 2 else "name two, (ulysses, ring)"
+            return f"seq_axis: {strategy} does not work over {len(self.axes)} mesh axes, got {self.axes!r}: {cure}"
+        if self.bidirectional and strategy not in RINGS:
+            return f"bidirectional: {strategy} has no ring, {' and '.join(RINGS)} do: leave it out"
+        return None
+
+    def _rule(self):
+        """What "auto" stands for."""
+        if len(self.axes) == 2:
+            return "usp"
+        streams, _ = self.rings()
+        if self.bidirectional or self.covers() >= COVERED or max((x.hops for x in streams), default=0) <= 1:
+            return "ring"
+        heads = heads_over(self.n, self.n_kv, self.shards)
+        return "ulysses" if heads.kv_heads * heads.group == self.n else "all_gather"
+
+    def covers(self):
+        """FLOP a hop of the ring does, all visible, for each byte of bfloat16 K and V that it sends."""
+        return self.lengths[0] // self.shards * (self.n // self.n_kv)
+
+    def sees(self):
+        """`hops.visible` of the ring's members; all of it where positions were given."""
+        mask = Full() if self.given else self.mask
+        ulysses = self.shards // self.ring
+        return hops.visible(mask, *(hops.spans(self.layout, x, self.shards, ulysses) for x in self.lengths))
+
+    @property
+    def given(self):
+        return self.where.q_pos is not None or self.where.k_pos is not None
+
+    def rings(self):
+        """(streams, pieces) of the rings along the last axis: the hops that are made, and how to tell an empty one."""
+        see = self.sees()
+        streams = hops.streams(see.any(0), self.bidirectional)
+        made = [x.step * hop % self.ring for x in streams for hop in range(1, x.hops + 1)]
+        known = self.where.q_seg is None and not (self.given and self.mask != Full())
+        pieces = self.shards // self.ring * layouts.PIECES[self.layout]
+        return streams, 0 if known and see[:, made].all() else pieces
+
+    def place(self):
+        """`where`, with the positions of the layout where none were given; none for a mask that looks at none."""
+        if self.mask == Full():
+            return self.where._replace(q_pos=None, k_pos=None)
+
+        def positions(given, length):
+            if given is not None:
+                return given
+            return layouts.position_of(jnp.arange(length, dtype=jnp.int32), self.layout, length, self.shards)[None]
+
+        q_pos, k_pos = map(positions, self.where[:2], self.lengths)
+        return self.where._replace(q_pos=q_pos, k_pos=k_pos)
+
+
 def _axes(mesh, seq_axis):
     """(seq_axis as a tuple of names, the devices along them)."""
     axes = tuple(seq_axis) if isinstance(seq_axis, tuple | list) else (seq_axis,)
     if len(axes) not in (1, 2):
         raise ValueError(f"seq_axis: expected the name of a mesh axis, or two, (ulysses, ring), got {seq_axis!r}")
     return axes, math.prod(_axis_size("seq_axis", mesh, axis) for axis in axes)
-
-
-def _rings(axes, mesh, layout, lengths, mask, given, segments, bidirectional):
-    """(streams, pieces) of the rings along the last of `axes`: the hops that are made, and how to tell an empty one.
-
-    lengths: of queries and keys. given: positions were, so that nothing is known of them. segments: ids were.
-    """
-    ring = mesh.shape[axes[-1]]
-    shards = math.prod(mesh.shape[axis] for axis in axes)
-    queries, keys = (hops.spans(layout, length, shards, shards // ring) for length in lengths)
-    see = hops.visible(Full() if given else mask, queries, keys)
-    streams = hops.streams(see.any(0), bidirectional)
-    made = [x.step * hop % ring for x in streams for hop in range(1, x.hops + 1)]
-    never_empty = see[:, made].all() and not segments and not (given and mask != Full())
-    return streams, 0 if never_empty else queries[0].shape[1]
-
-
-def _check_strategy(name, axes, bidirectional):
-    if name not in ("auto", *STRATEGIES):
-        raise ValueError(f"strategy: expected auto, {', '.join(STRATEGIES)}, got {name!r}")
-    if name != "auto" and (name == "usp") != (len(axes) == 2):
-        cure = "name one" if len(axes) == 2 else "name two, (ulysses, ring)"
-        raise ValueError(f"seq_axis: {name} does not work over {len(axes)} mesh axes, got {axes!r}: {cure}")
-    if bidirectional and name not in ("auto", *RINGS):
-        raise ValueError(f"bidirectional: {name} has no ring, {' and '.join(RINGS)} do: leave it out")
-
-
-def _choose(axes, query, key, shards, head_shards):
-    """The strategy that "auto" stands for."""
-    if len(axes) == 2:
-        return "usp"
-    n, n_kv = query.shape[2] // head_shards, key.shape[2] // head_shards
-    if query.shape[1] // shards * (n // n_kv) >= COVERED:
-        return "ring"
-    heads = heads_over(n, n_kv, shards)
-    return "ulysses" if heads.kv_heads * heads.group == n else "all_gather"
-
-
-def _positions(given, length, layout, shards):
-    if given is not None:
-        return given
-    return layouts.position_of(jnp.arange(length, dtype=jnp.int32), layout, length, shards)[None]
 
 
 def _where_specs(where, seq_axis, head_axis, batch_axis):
