@@ -87,9 +87,19 @@ class Kernel(NamedTuple):
             return tuple(jnp.full_like(x, 0, out_dtype or x.dtype) for x in (q, k, v))
         return self._call("backward", q, k, v, *args, out_dtype=out_dtype)
 
+    def around(self, axis, function, otherwise, q, k, *args, out_dtype=None):
+        """`function` over the keys of all shards along a mesh axis, by a kernel that sends them itself if there is one
+        that serves, and is the better one on the chip compiled for; else otherwise(q, k, *args)."""
+        if not (q.size and k.size):
+            return otherwise(q, k, *args)
+        options = self._options() | {"axis": axis, "out_dtype": out_dtype}
+        return dispatch.around("attention", function, self.implementation, otherwise, q, k, *args, **options)
+
     def _call(self, function, *args, **options):
-        options |= {"mask": self.mask, "scale": self.scale, "soft_cap": self.soft_cap}
-        return dispatch.call("attention", function, self.implementation, *args, **options)
+        return dispatch.call("attention", function, self.implementation, *args, **options, **self._options())
+
+    def _options(self):
+        return {"mask": self.mask, "scale": self.scale, "soft_cap": self.soft_cap}
 
 
 def differentiable(kernel, query, key, value, where, sinks, return_lse):

@@ -13,6 +13,7 @@ KERNELS = {
     "attention": {"xla": "ringtide.kernels.xla.attention", "pallas": "ringtide.kernels.pallas.splash"},
     "gla": {"xla": "ringtide.kernels.xla.gla"},
 }
+RINGS = {"attention": {"pallas": "ringtide.kernels.pallas.ring"}, "gla": {}}  # kernels that send K and V themselves
 PORTABLE = "xla"
 KNOWN = ("xla", "pallas", "nki", "triton", "eager")  # of some release or op: a name that code may carry everywhere
 PREFERRED = {
@@ -40,6 +41,21 @@ def call(op: str, function: str, implementation, *args, **options):
             return getattr(load(op, name), function)(*args, **options)
         reasons.append(f"{name}: {reason}")
     raise NotImplementedError(f"{op}: no implementation can serve this call. {'; '.join(reasons)}")
+
+
+def around(op: str, function: str, implementation, otherwise, *args, **options):
+    """`function` of a kernel that goes around a ring of devices by itself, if the one that serves on a TPU has a ring
+    that says so (`serves`); else, and elsewhere, otherwise(*args)."""
+    candidates = (PREFERRED[op].get("tpu"),) if implementation is None else implementation
+    candidates = (candidates,) if isinstance(candidates, str) else candidates
+    local = {name: value for name, value in options.items() if name != "axis"}
+    name = next((name for name in candidates if not _reason(op, name, args, local)), None)
+    if name not in RINGS[op]:
+        return otherwise(*args)
+    ring = import_module(RINGS[op][name])
+    if not ring.serves(*args, **options):
+        return otherwise(*args)
+    return lax.platform_dependent(*args, tpu=functools.partial(getattr(ring, function), **options), default=otherwise)
 
 
 def names(op: str, implementation):

@@ -16,7 +16,8 @@ they are one instruction to the compiler, which otherwise starts to send (on v5p
 
 Which hops are made, in streams of one or both directions, is known before (hops.py). A hop is an ordinary call of the
 local kernel, which skips what positions and segment ids hide; those of all tokens are gathered once. A device that
-would see nothing of the keys at hand does not take the branch.
+would see nothing of the keys at hand does not take the branch. A local kernel may go all the way around by itself
+instead (kernels/pallas/ring.py says where that is better).
 
 Memory a device: its share of q, k, v and out; a stream, K and V at hand and in flight, and dk and dv in float32 twice;
 positions and segment ids of all tokens.
@@ -24,6 +25,7 @@ positions and segment ids of all tokens.
 Source: Liu et al., "Ring Attention with Blockwise Transformers for Near-Infinite Context", arXiv 2310.01889.
 """
 
+import functools
 import math
 from typing import Any, NamedTuple
 
@@ -49,6 +51,20 @@ class Ring(NamedTuple):
 
     def forward(self, q, k, v, where, *, out_dtype=None):
         """(out [B, T, N, H_v], lse [B, T, N] float32) of the shard's queries over the keys of all shards."""
+        return self._go("forward", self._forward, q, k, v, where, out_dtype=out_dtype)
+
+    def backward(self, q, k, v, where, dout, lse, delta, *, out_dtype=None):
+        """(dq, dk, dv) of the shard, given lse and delta over the keys of all shards."""
+        return self._go("backward", self._backward, q, k, v, where, dout, lse, delta, out_dtype=out_dtype)
+
+    def _go(self, function, by_permutes, *args, **options):
+        """All the way around, where the local kernel does that by itself, and better than this one, it does."""
+        by_permutes = functools.partial(by_permutes, **options)
+        if self.streams != (Stream(1, lax.axis_size(self.axis) - 1),):
+            return by_permutes(*args)
+        return self.local.around(self.axis, function, by_permutes, *args, **options)
+
+    def _forward(self, q, k, v, where, *, out_dtype):
         if not self.streams:
             return self.local.forward(q, k, v, where, out_dtype=out_dtype)
         attend = lambda k, v, here: self.local.forward(q, k, v, here, out_dtype=jnp.float32)
@@ -60,8 +76,7 @@ class Ring(NamedTuple):
         out, lse = self._round(k, v, where, attend, visit)
         return out.astype(out_dtype or q.dtype), lse
 
-    def backward(self, q, k, v, where, dout, lse, delta, *, out_dtype=None):
-        """(dq, dk, dv) of the shard, given lse and delta over the keys of all shards."""
+    def _backward(self, q, k, v, where, dout, lse, delta, *, out_dtype):
         if not self.streams:
             return self.local.backward(q, k, v, where, dout, lse, delta, out_dtype=out_dtype)
         attend = lambda k, v, here: self.local.backward(q, k, v, here, dout, lse, delta, out_dtype=jnp.float32)

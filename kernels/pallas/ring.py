@@ -14,6 +14,28 @@ from ringtide.kernels.pallas.tiles import LANES, Cut, Ranges, Schedule
 SLOTS = 3  # of what is carried from hop to hop: one is read ahead, one summed into, one written back
 
 
+SCALARS = 960 << 10  # bytes of tables, of the 1 MiB of scalar memory
+
+
+def serves(q, k, v, where, *args, axis, mask, **options):
+    """Can this kernel serve the call, on the chip that is compiled for, and better than a ring of permutes?
+
+    args, options: those of `forward` or `backward`.
+    """
+    chip, cores = platforms.chip()
+    mesh = jax.sharding.get_abstract_mesh()
+    if cores > 1 or chip == "unknown" or where.q_pos is None or set(mesh.manual_axes) != set(mesh.axis_names):
+        return False
+    table, by_query = (splash_bwd.TILES, False) if args else (splash.TILES, True)
+    sizes = tiles.choose(table, chip, max(q.shape[3], v.shape[3]), tiles.widen(q.dtype))
+
+    def tables(q, k, v, where, far):
+        return _tables(Cut(q, k, v, where, mask, sizes), far.shape[1], far, by_query)
+
+    found = jax.tree.leaves(jax.eval_shape(tables, q, k, v, where, _far_ranges(where, axis)))
+    return sum(x.size * x.dtype.itemsize for x in found) <= SCALARS
+
+
 def forward(q, k, v, where, *, axis, mask, scale, soft_cap=None, out_dtype=None, sizes=None, interpret=True):
     """Attention of the shard's q [B, T, N, H] over the k [B, S, N_kv, H], v [B, S, N_kv, H_v] of all shards on `axis`.
 
