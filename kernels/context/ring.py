@@ -2,8 +2,8 @@
 
     send K, V to the neighbour;  out, lse = local(Q, own K, V)
     for each hop:                                    forward: partial results of the hops merge in float32
-        send the K, V at hand on                         lse = logaddexp(lse_a, lse_b)
-        attend to the K, V at hand                       out = out_a e^(lse_a - lse) + out_b e^(lse_b - lse)
+        send the K, V at hand on                         m' = max(m, lse);  l = l e^(m - m') + e^(lse - m')
+        attend to the K, V at hand                       acc = acc e^(m - m') + out e^(lse - m')
 
 Backward makes the same round with the final lse, so each hop gives its share of the true gradients: dq stays and is
 summed; dk and dv travel with the K and V that they belong to, one hop behind the kernel, and go home from the last.
@@ -70,10 +70,10 @@ class Ring(NamedTuple):
         attend = lambda k, v, here: self.local.forward(q, k, v, here, out_dtype=jnp.float32)
 
         def visit(i, keys, here, sees, done):
-            more = lambda: merge(done, attend(*self._unpack(keys, k), here))
+            more = lambda: merge(done, *attend(*self._unpack(keys, k), here))
             return lax.cond(sees, more, lambda: done)
 
-        out, lse = self._round(k, v, where, attend, visit)
+        out, lse = finish(*self._round(k, v, where, lambda *x: begin(*attend(*x)), visit))
         return out.astype(out_dtype or q.dtype), lse
 
     def _backward(self, q, k, v, where, dout, lse, delta, *, out_dtype):
@@ -181,12 +181,23 @@ class Ring(NamedTuple):
         return tuple(jnp.expand_dims(f(x, axis=2), axis) for f in (jnp.min, jnp.max))
 
 
-def merge(a, b):
-    """(out, lse) over the keys of both a and b, given each: out [..., H] float32, lse [...] float32."""
-    (out_a, lse_a), (out_b, lse_b) = a, b
-    lse = jnp.logaddexp(lse_a, lse_b)
-    base = jnp.where(lse == -jnp.inf, 0.0, lse)  # nothing visible in either
-    return out_a * jnp.exp(lse_a - base)[..., None] + out_b * jnp.exp(lse_b - base)[..., None], lse
+def begin(out, lse):
+    """The results of some keys, [..., H] and [...] in float32, as (acc, m, l): out = acc / l, lse = m + log l."""
+    return out, lse, jnp.where(lse == -jnp.inf, 0.0, 1.0)  # nothing visible
+
+
+def merge(a, out, lse):
+    """Those of further keys as well."""
+    acc, m, l = a
+    top = jnp.maximum(m, lse)
+    base = jnp.where(top == -jnp.inf, 0.0, top)
+    old, new = jnp.exp(m - base), jnp.exp(lse - base)
+    return acc * old[..., None] + out * new[..., None], top, l * old + new
+
+
+def finish(acc, m, l):
+    """(out, lse). Divided once, whatever l is made of: the error does not grow with the number of merges."""
+    return acc / jnp.where(l == 0, 1.0, l)[..., None], m + jnp.log(l)
 
 
 def zeros(xs):
