@@ -180,7 +180,8 @@ def predict(pod, config, tokens, batch, parallel, step) -> dict[str, float]:
     chip = CHIPS[pod.chip]
     rows = batch // parallel.batch  # sequences that a device has a part of
     hops = {pass_: attention(pod, config, tokens, parallel, pass_) for pass_ in ("forward", "backward")}
-    again = step["kernels"].get("splash_forward", 0) / (config.layers * len(hops["forward"]))
+    ran = lambda name: step["kernels"].get(name, 0) / config.layers
+    again = ran("splash_forward") / len(hops["forward"]) + ran("ring_forward")
     runs = {"forward": round(again) if again >= 1 else 1, "backward": 1}
     layers = rows * config.layers
     terms = {f"attention {p}": layers * runs[p] * sum(hops[p]) for p in hops}
@@ -189,7 +190,10 @@ def predict(pod, config, tokens, batch, parallel, step) -> dict[str, float]:
     terms["matmuls"] = products / (chip.peak * MATMUL / chip.calibration)
     terms["elementwise"] = step["cycles"]["rest"] / (chip.ghz * 1e9) * chip.calibration
     sent = dict(step["collectives"])
-    permuted = sent.pop("collective-permute", 0) * step["load"] / chip.link
+    keys = rows * tokens // parallel.shards * 2 * config.kv_heads * config.head_dim  # and values: elements that travel
+    inside = (parallel.context - 1) * 2 * keys * (ran("ring_forward") + ran("ring_backward"))
+    inside += parallel.context * 4 * keys * ran("ring_backward")  # their gradients in float32, and home
+    permuted = (sent.pop("collective-permute", 0) + config.layers * inside) * step["load"] / chip.link
     kernels = terms["attention forward"] + terms["attention backward"]
     apart = sent.pop("all-to-all", 0) * step["distance"] / (chip.link * chip.links)
     terms["interconnect"] = max(0.0, permuted - kernels) + apart + sum(sent.values()) / (chip.link * chip.links)

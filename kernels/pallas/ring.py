@@ -1,6 +1,7 @@
 """Ring attention in one kernel: keys and values go around the ring by remote DMA, under the tiles of splash."""
 
 import functools
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +13,28 @@ from ringtide.kernels.pallas import platforms, splash, splash_bwd, tiles
 from ringtide.kernels.pallas.tiles import LANES, Cut, Ranges, Schedule
 
 SLOTS = 3  # of what is carried from hop to hop: one is read ahead, one summed into, one written back
+
+
+class Circle(NamedTuple):
+    """The devices that a ring goes around, along one axis of a mesh."""
+
+    axis: str
+    axes: tuple[str, ...]  # all of the mesh
+    hops: int  # as many as devices; in the first, each has its own keys
+
+    @classmethod
+    def along(cls, axis):
+        return cls(axis, jax.sharding.get_abstract_mesh().axis_names, lax.axis_size(axis))
+
+    @property
+    def barrier(self):
+        """A number for each axis: rings along two axes do not hear each other's barriers."""
+        return self.axes.index(self.axis)
+
+    def devices(self, places):
+        """The devices before and after this one, for a kernel that holds `_places`."""
+        here = {name: places[2 + x] for x, name in enumerate(self.axes)}
+        return here | {self.axis: places[0]}, here | {self.axis: places[1]}
 
 
 SCALARS = 960 << 10  # bytes of tables, of the 1 MiB of scalar memory
@@ -46,18 +69,19 @@ def forward(q, k, v, where, *, axis, mask, scale, soft_cap=None, out_dtype=None,
     """
     out_dtype = out_dtype or q.dtype
     q, k, v = (tiles.widen(x) for x in (q, k, v))
-    hops, collective = lax.axis_size(axis), _collective(axis)
+    circle = Circle.along(axis)
 
-    def call(interpret, chip, cores, q, k, v, where, around, far):
+    def call(interpret, chip, cores, q, k, v, where, places, far):
         chosen = sizes or tiles.choose(splash.TILES, chip, max(q.shape[3], v.shape[3]), q.dtype)
         cut = Cut(q, k, v, where, mask, chosen)
-        return _forward_call(cut, hops, collective, scale, soft_cap, out_dtype, interpret, q, k, v, around, far)
+        return _forward_call(cut, circle, scale, soft_cap, out_dtype, interpret, q, k, v, places, far)
 
     shapes = ((*q.shape[:3], v.shape[3]), out_dtype), (q.shape[:3], jnp.float32)
-    return platforms.run(call, interpret, shapes, q, k, v, where, _neighbours(axis), _far_ranges(where, axis))
+    return platforms.run(call, interpret, shapes, q, k, v, where, _places(axis), _far_ranges(where, axis))
 
 
-def _forward_call(cut, hops, collective, scale, soft_cap, out_dtype, interpret, q, k, v, around, far):
+def _forward_call(cut, circle, scale, soft_cap, out_dtype, interpret, q, k, v, places, far):
+    hops = circle.hops
     q = tiles.pad(cut.queries(q).reshape(cut.b * cut.stacks, cut.nq, cut.rows, cut.h), 3, LANES)
     k = cut.keys_first(k)
     v = tiles.pad(tiles.pad(v, 1, cut.keys).transpose(0, 2, 3, 1).reshape(len(k), cut.h_v, k.shape[1]), 1, 16)
@@ -88,7 +112,7 @@ def _forward_call(cut, hops, collective, scale, soft_cap, out_dtype, interpret, 
     if cut.fold and soft_cap is None and tiles.half_fills(q) and unit:
         scratch["q_less_m"] = pltpu.VMEM((rows, 2 * h), q.dtype)
     out, lse, *_ = pl.pallas_call(
-        tiles.named(functools.partial(_forward_kernel, cut, hops, unit, soft_cap), scratch),
+        tiles.named(functools.partial(_forward_kernel, cut, circle, unit, soft_cap), scratch),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=5,
             grid=(hops, stacks, cut.nq),
@@ -107,21 +131,22 @@ def _forward_call(cut, hops, collective, scale, soft_cap, out_dtype, interpret, 
             *(tiles.shape((stacks, cut.nq, *x), jnp.float32, q) for x in sums),
         ],
         input_output_aliases={7: 2, 8: 3, 9: 4},
-        compiler_params=_compiler_params(collective),
+        compiler_params=_compiler_params(circle),
         interpret=interpret,
         name="ring_forward",
-    )(lo, hi, q_ranges, k_ranges, around[0], q, cut.q_at, *travelling)  # fmt: skip
+    )(lo, hi, q_ranges, k_ranges, places[0], q, cut.q_at, *travelling)  # fmt: skip
     out = out[:, :, : cut.h_v].reshape(stacks, cut.nq, cut.h_v, cut.stack, cut.span)
     lse = lse.reshape(stacks, cut.nq, cut.stack, cut.span)
     return cut.unqueries(jnp.moveaxis(out, 2, 4)).astype(out_dtype), cut.unqueries(lse)
 
 
 def _forward_kernel(
-    cut, hops, unit, soft_cap, lo, hi, q_ranges, k_ranges, around, q_ref, q_at_ref, *refs,
+    cut, circle, unit, soft_cap, lo, hi, q_ranges, k_ranges, places, q_ref, q_at_ref, *refs,
     k_buf, v_buf, at_buf, sums, kept, bad, state, leaving, ready, stale, arrived, sums_arrived, sums_left, link,
     q_less_m=None,
 ):  # fmt: skip
     """One query block in one hop."""
+    hops = circle.hops
     *_, out_ref, lse_ref, k_hbm, v_hbm, at_hbm, acc_hbm, m_hbm, l_hbm = refs
     hop, head, i = (pl.program_id(x) for x in range(3))
     final, here = hop == hops - 1, lax.rem(hop, 2)
@@ -132,7 +157,7 @@ def _forward_kernel(
     first, last = lo[row], hi[row] - 1
     kv_head = cut.kv_head(head)
 
-    turn(hop, hops, hops - 1, (head == 0) & (i == 0), around, (k_hbm, v_hbm, at_hbm), link)
+    turn(hop, circle, hops - 1, (head == 0) & (i == 0), places, (k_hbm, v_hbm, at_hbm), link)
 
     @pl.when((hop == 0) & (head == 0) & (i == 0))
     def _():
@@ -268,23 +293,23 @@ def backward(
     """Gradients (dq, dk, dv) of the shard, given lse and delta over the keys of all shards; see splash_bwd.backward."""
     dtypes = [out_dtype or x.dtype for x in (q, k, v)]
     q, k, v, dout = (tiles.widen(x) for x in (q, k, v, dout.astype(q.dtype)))
-    hops, collective = lax.axis_size(axis), _collective(axis)
+    circle = Circle.along(axis)
 
-    def call(interpret, chip, cores, q, k, v, where, dout, lse, delta, around, far):
+    def call(interpret, chip, cores, q, k, v, where, dout, lse, delta, places, far):
         chosen = sizes or tiles.choose(splash_bwd.TILES, chip, max(q.shape[3], v.shape[3]), q.dtype)
         cut = Cut(q, k, v, where, mask, chosen)
-        call = functools.partial(_backward_call, cut, hops, collective, scale, soft_cap, dtypes, interpret)
-        return call(q, k, v, dout, lse, delta, around, far)
+        call = functools.partial(_backward_call, cut, circle, scale, soft_cap, dtypes, interpret)
+        return call(q, k, v, dout, lse, delta, places, far)
 
     shapes = [(x.shape, dtype) for x, dtype in zip((q, k, v), dtypes, strict=True)]
-    args = q, k, v, where, dout, lse, delta, _neighbours(axis), _far_ranges(where, axis)
+    args = q, k, v, where, dout, lse, delta, _places(axis), _far_ranges(where, axis)
     return platforms.run(call, interpret, shapes, *args)
 
 
 def _backward_call(
-    cut, hops, collective, scale, soft_cap, dtypes, interpret, q, k, v, dout, lse, delta, around, far
+    cut, circle, scale, soft_cap, dtypes, interpret, q, k, v, dout, lse, delta, places, far
 ):  # fmt: skip
-    unit = tiles.unit_of(scale, soft_cap)
+    unit, hops = tiles.unit_of(scale, soft_cap), circle.hops
     q, k, v, streams, fold = splash_bwd.prepared(cut, unit, soft_cap, q, k, v, dout, lse, delta)
     (lo, hi), q_ranges, k_ranges = _tables(cut, hops, far, by_query=False)
     (stacks, nq, rows, h), h_v, keys = q.shape, v.shape[2], cut.keys
@@ -315,7 +340,7 @@ def _backward_call(
     }
     first = 5 + len(streams)
     dq, *_, dkv = pl.pallas_call(
-        tiles.named(functools.partial(_backward_kernel, cut, hops, unit, soft_cap, fold), scratch),
+        tiles.named(functools.partial(_backward_kernel, cut, circle, unit, soft_cap, fold), scratch),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=5,
             grid=(hops, stacks, cut.nk),
@@ -328,10 +353,10 @@ def _backward_call(
             tiles.shape((2, stacks, h + h_v, cut.nk * keys), jnp.float32, q),
         ],
         input_output_aliases={first + x: x for x in range(4)},
-        compiler_params=_compiler_params(collective),
+        compiler_params=_compiler_params(circle),
         interpret=interpret,
         name="ring_backward",
-    )(lo, hi, q_ranges, k_ranges, around[0], *streams, *in_place)
+    )(lo, hi, q_ranges, k_ranges, places[0], *streams, *in_place)
     dq = (dq[..., : cut.h] * scale).astype(dtypes[0]).reshape(stacks, nq, cut.stack, cut.span, cut.h)
     dkv = dkv[(hops - 1) % 2]
     dk, dv = splash_bwd.unkeys(cut, dkv[:, :h], cut.h), splash_bwd.unkeys(cut, dkv[:, h:], cut.h_v)
@@ -339,11 +364,12 @@ def _backward_call(
 
 
 def _backward_kernel(
-    cut, hops, unit, soft_cap, fold, lo, hi, q_ranges, k_ranges, around, *refs,
+    cut, circle, unit, soft_cap, fold, lo, hi, q_ranges, k_ranges, places, *refs,
     buffers, dq_buf, column, k_buf, v_buf, at_buf, dkv, place, leaving, k_arrived, dkv_arrived, dkv_sent, dkv_received,
     walk, link,
 ):  # fmt: skip
     """One key block in one hop."""
+    hops = circle.hops
     streams, (dq_hbm, k_hbm, v_hbm, at_hbm, dkv_hbm) = refs[: len(buffers)], refs[-5:]
     hop, head, j = (pl.program_id(x) for x in range(3))
     heads, here = pl.num_programs(1), lax.rem(hop, 2)
@@ -369,7 +395,7 @@ def _backward_kernel(
     def dkv_out(head, j, to):
         """To the next device, which reads it in its next hop."""
         target = dkv_hbm.at[here, head, :, pl.ds(j * cut.keys, cut.keys)]
-        return _remote(dkv.at[to], target, dkv_sent.at[to], dkv_received, around[1])
+        return _remote(dkv.at[to], target, dkv_sent.at[to], dkv_received, circle.devices(places)[1])
 
     def settle(to):
         @pl.when(leaving[to] == 1)
@@ -388,7 +414,7 @@ def _backward_kernel(
         pl.when(some(row))(lambda: start_all(keys_in(head, j, at)))
         pl.when(hop > 0)(lambda: dkv_in(head, j, at_dkv).start())
 
-    turn(hop, hops, hops, opens, around, (k_hbm, v_hbm, at_hbm), link, all_received)
+    turn(hop, circle, hops, opens, places, (k_hbm, v_hbm, at_hbm), link, all_received)
 
     @pl.when(opens & (hop == 0))
     def _():
@@ -444,14 +470,15 @@ def _backward_kernel(
         all_received()
 
 
-def turn(hop, hops, turns, now, around, arrays, link, received_too=lambda: None):
+def turn(hop, circle, turns, now, places, arrays, link, received_too=lambda: None):
     """What opens a hop, when `now`: the arrays [2, ...] of this hop are here, and on their way to the next device.
 
     A device has two places for what arrives, of which one is in use; so the device before it sends by credit: once the
     barrier has been passed, and in hops 1 to turns - 1 once this device has done with the hop before. received_too:
     waits for whatever else the device before sent in that hop.
     """
-    left, right = around[0], around[1]
+    hops = circle.hops
+    left, right = circle.devices(places)
     sent, received, credit = link
 
     def copies(hop):
@@ -460,7 +487,7 @@ def turn(hop, hops, turns, now, around, arrays, link, received_too=lambda: None)
             yield _remote(source, target, sent.at[x], received.at[x], right)
 
     def tell(semaphore, device):
-        pl.semaphore_signal(semaphore, 1, device_id=device, device_id_type=pl.DeviceIdType.LOGICAL)
+        pl.semaphore_signal(semaphore, 1, device_id=device, device_id_type=pl.DeviceIdType.MESH)
 
     @pl.when(now & (hop == 0))
     def _():
@@ -487,7 +514,7 @@ def turn(hop, hops, turns, now, around, arrays, link, received_too=lambda: None)
 
 def _remote(source, target, sent, received, device):
     return pltpu.make_async_remote_copy(
-        source, target, sent, received, device_id=device, device_id_type=pl.DeviceIdType.LOGICAL
+        source, target, sent, received, device_id=device, device_id_type=pl.DeviceIdType.MESH
     )
 
 
@@ -507,18 +534,11 @@ def _two(x):
     return jnp.stack([x, jnp.zeros_like(x)])
 
 
-def _neighbours(axis):
-    """int32 [1, 2]: the devices before and after this one along the axis, counted through the whole mesh."""
-    mesh = jax.sharding.get_abstract_mesh()
-    here, size = {name: lax.axis_index(name) for name in mesh.axis_names}, mesh.shape[axis]
-
-    def device(step):
-        number = 0
-        for name in mesh.axis_names:
-            number = number * mesh.shape[name] + (here[name] + (step if name == axis else 0)) % mesh.shape[name]
-        return number
-
-    return jnp.stack([device(size - 1), device(1)])[None].astype(jnp.int32)
+def _places(axis):
+    """int32 [1, 2 + axes of the mesh]: before and after this device's place along the axis; its places along each."""
+    here, size = lax.axis_index(axis), lax.axis_size(axis)
+    places = [lax.axis_index(name) for name in jax.sharding.get_abstract_mesh().axis_names]
+    return jnp.stack([(here - 1) % size, (here + 1) % size, *places])[None]
 
 
 def _far_ranges(where, axis):
@@ -558,10 +578,5 @@ def _tables(cut, hops, far, by_query):
     return found, cut.flat(q), fine.reshape(-1)
 
 
-def _compiler_params(collective):
-    return tiles.compiler_params(("arbitrary", "arbitrary", "arbitrary"), collective_id=collective)
-
-
-def _collective(axis):
-    """A number for each axis of the mesh: rings along two axes do not hear each other's barriers."""
-    return jax.sharding.get_abstract_mesh().axis_names.index(axis)
+def _compiler_params(circle):
+    return tiles.compiler_params(("arbitrary", "arbitrary", "arbitrary"), collective_id=circle.barrier)
