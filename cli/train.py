@@ -5,6 +5,8 @@ import json
 import math
 import os
 import re
+import time
+import traceback
 from pathlib import Path
 
 import click
@@ -54,6 +56,11 @@ _DEMO = {"seq": 8192, "steps": 50, "lr": 2e-3, "warmup": 5, "val_every": 25, "ck
 @click.option(
     "--remat", type=click.Choice(_REMAT), help="what the backward pass keeps of a layer, see docs/training.md [none]"
 )
+@click.option(
+    "--coordinator", metavar="HOST:PORT", help="several processes: process 0 listens there and at the next port"
+)
+@click.option("--processes", type=_COUNT, help="how many there are, each started with the same command but for its id")
+@click.option("--process-id", type=click.IntRange(min=0), help="of this one, from 0")
 @click.option("--seq", type=_COUNT, help="tokens a sequence [1024]")
 @click.option("--batch", type=_COUNT, help="sequences a step [1]")
 @click.option("--steps", type=_COUNT, help="steps of the whole run [1000]")
@@ -67,12 +74,12 @@ _DEMO = {"seq": 8192, "steps": 50, "lr": 2e-3, "warmup": 5, "val_every": 25, "ck
 @click.option(
     "--demo", is_flag=True, default=None, help="a few minutes on two cores; checks the ring and what it learnt"
 )
-def llama(out, recipe, scale_down, resume, **options):
+def llama(out, recipe, scale_down, resume, coordinator, processes, process_id, **options):
     """Train a Llama with its sequence over a mesh of devices.
 
     Writes metrics.jsonl, checkpoints, loss.png and, at the end, model/ in Hugging Face's format into --out. Ctrl-C
     saves; a run that was killed at any moment goes on with --resume, bitwise as if it had not been. --devices, --mesh,
-    --strategy and --remat may then be others.
+    --strategy, --remat and --processes may then be others.
     """
     _require(*_NEEDED, *(["tokenizers"] if options["tokenizer"] else []))
     if recipe:
@@ -84,15 +91,40 @@ def llama(out, recipe, scale_down, resume, **options):
     if given.get("demo") and not resume:
         given = _DEMO | given
     parallel = _parallel(_saved(out) if resume else {}, *over)
+    total = math.prod(parallel.get(axis, 1) for axis in _AXES)
+    several = {"--coordinator": coordinator, "--processes": processes, "--process-id": process_id}
+    missing = [name for name, value in several.items() if value is None]
+    if 0 < len(missing) < 3:
+        raise click.ClickException(f"{' and '.join(missing)}: missing; several processes need all three")
+    if total % (processes or 1):
+        raise click.ClickException(f"--processes {processes}: must divide the {total} devices of the mesh")
     if scale_down or not recipe:
-        _simulate(math.prod(parallel.get(axis, 1) for axis in _AXES))
-    from ringtide.models import BadInput, train
+        _simulate(total // (processes or 1))
+    from ringtide.models import BadInput, line
+    from ringtide.models.processes import Alone, join
 
-    with _bar() as (say, progress):
+    link = Alone()
+    with _bar(quiet=bool(process_id)) as (say, progress):
         try:
-            summary = train.run(out, given, train.Parallel(**parallel), resume, say, progress)
+            if coordinator:
+                link = join(
+                    coordinator, processes, process_id, {"out": str(out), "resume": resume, **given, **parallel}
+                )
+            from ringtide.models import train
+
+            summary = train.run(out, given, train.Parallel(**parallel), resume, say, progress, link)
+            link.leave()
         except BadInput as error:
+            link.fail(str(error))
             raise click.ClickException(str(error)) from None
+        except Exception as error:
+            if not isinstance(link, Alone):
+                time.sleep(3)  # a collective that failed because another process has ended: that is said first
+                traceback.print_exc()
+                link.fail(f"{type(error).__name__}: {line(error)}")
+            raise
+    if not link.first:
+        raise SystemExit(130 if "stopped" in summary else 0)
     if "stopped" in summary:
         click.echo(f"saved at step {summary['stopped']}; go on with: ringtide train llama --out {out} --resume")
         raise SystemExit(130)
@@ -179,11 +211,14 @@ def _simulate(devices):
 class _bar:
     """A progress bar on a terminal, a line at each validation elsewhere. Gives (say, progress)."""
 
+    def __init__(self, quiet):
+        self.quiet = quiet
+
     def __enter__(self):
         from rich.console import Console
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-        self.console = Console(stderr=True, highlight=False, soft_wrap=True)
+        self.console = Console(stderr=True, highlight=False, soft_wrap=True, quiet=self.quiet)
         numbers = TextColumn("loss {task.fields[loss]:.4f}  {task.fields[speed]:,.0f} tokens/s")
         columns = BarColumn(), MofNCompleteColumn(), numbers, TextColumn("ETA"), TimeRemainingColumn()
         self.bar = Progress(*columns, console=self.console, disable=not self.console.is_terminal)

@@ -100,27 +100,33 @@ def _metric(raw: bytes) -> dict | None:
     return line if numbers and type(line.get("step")) is int else None
 
 
-def save(folder: Path, step: int, state) -> Path:
+def save(folder: Path, step: int, state, first=True, ready=lambda: None) -> Path:
     """Writes checkpoint `step` (a pytree of arrays), then lets go of all but the last KEEP. Returns its folder.
 
+    Of several processes each writes its part; the `first` does the rest. ready: returns when the first has come so far.
     Raises BadInput, one line, when it cannot be written (a full disk); then nothing has changed.
     """
     import jax
     import orbax.checkpoint as ocp
 
     part, final = folder / f".saving-{step:08d}", folder / f"{_PREFIX}{step:08d}"
-    remove(part)
     try:
-        part.mkdir(parents=True)
-        _reserve(part / "room", sum(x.nbytes for x in jax.tree.leaves(state)) + (1 << 20))
+        if first:
+            remove(part)
+            part.mkdir(parents=True)
+            _reserve(part / "room", sum(x.nbytes for x in jax.tree.leaves(state)) + (1 << 20))
+        ready()
         with ocp.Checkpointer(ocp.StandardCheckpointHandler()) as checkpointer:
             checkpointer.save((part / "state").absolute(), args=ocp.args.StandardSave(state))
+        if not first:
+            return final
         write_atomically(part / "manifest.json", json.dumps({"step": step, "files": _hashes(part / "state")}))
         remove(final)
         os.replace(part, final)
         _sync(folder)
     except Exception as error:  # orbax passes a full disk on as ValueError
-        remove(part)
+        if first:
+            remove(part)
         kept = f"checkpoint {steps(folder)[-1]} and those before are intact" if steps(folder) else "there is none yet"
         raise BadInput(f"checkpoint {step} could not be saved in {folder} ({reason(error)}); {kept}") from None
     for old in steps(folder)[:-KEEP]:
@@ -131,14 +137,18 @@ def save(folder: Path, step: int, state) -> Path:
 
 
 def restore(folder: Path, like, warn=print, owner=True):
-    """(step, state) of the last checkpoint that is whole, or None when there is none at all.
+    """(step, state) of the last checkpoint that is whole, or None when there is none at all: `find`, then `read`."""
+    step = find(folder, warn, owner)
+    return None if step is None else (step, read(folder, step, like))
 
-    like: a pytree of jax.ShapeDtypeStruct with shardings. warn: called with a line for each damaged checkpoint. The
-    owner of the run also tidies: those are renamed `damaged-...` and deleted once a newer one is saved.
+
+def find(folder: Path, warn=print, owner=True) -> int | None:
+    """The step of the last checkpoint that is whole, or None when there is none at all.
+
+    warn: called with a line for each damaged checkpoint. The owner of the run also tidies: those are renamed
+    `damaged-...` and deleted once a newer one is saved.
     Raises BadInput if all of them are damaged, or if one cannot be read: that says nothing of what it holds.
     """
-    import orbax.checkpoint as ocp
-
     for leftover in folder.glob(".saving-*") if owner else ():
         remove(leftover)
     damaged = []
@@ -155,15 +165,22 @@ def restore(folder: Path, like, warn=print, owner=True):
         for other in damaged if owner else ():
             remove(other.with_name(f"damaged-{other.name}"))
             other.rename(other.with_name(f"damaged-{other.name}"))
-        try:
-            with ocp.Checkpointer(ocp.StandardCheckpointHandler()) as checkpointer:
-                args = ocp.args.StandardRestore(like)
-                return step, checkpointer.restore((path / "state").absolute(), args=args)
-        except ValueError as error:  # whole, but of another model
-            raise BadInput(f"checkpoint {path} does not fit its run.json ({reason(error)})") from None
+        return step
     if damaged or any(folder.glob("damaged-*")):
         raise BadInput(f"every checkpoint in {folder} is damaged: start again with another --out")
     return None
+
+
+def read(folder: Path, step: int, like):
+    """The state in checkpoint `step`. like: a pytree of jax.ShapeDtypeStruct with shardings, those of now."""
+    import orbax.checkpoint as ocp
+
+    path = folder / f"{_PREFIX}{step:08d}"
+    try:
+        with ocp.Checkpointer(ocp.StandardCheckpointHandler()) as checkpointer:
+            return checkpointer.restore((path / "state").absolute(), args=ocp.args.StandardRestore(like))
+    except ValueError as error:  # whole, but of another model
+        raise BadInput(f"checkpoint {path} does not fit its run.json ({reason(error)})") from None
 
 
 def verify(path: Path) -> None:

@@ -27,6 +27,7 @@ import ringtide
 from ringtide.kernels import layouts
 from ringtide.models import BadInput, checkpoint, llama, plot, sharding, weights
 from ringtide.models import data as data_module
+from ringtide.models.processes import Alone
 from ringtide.models.sharding import Parallel, make_mesh
 
 _CHOICES = {"preset": tuple(llama.PRESETS), "dtype": ("float32", "bfloat16")}
@@ -149,6 +150,16 @@ class Trainer:
         order = layouts.position_of(order, self.parallel.layout, self.settings.seq, self.parallel.shards)
         return [_put(x[:, order], self.tokens) for x in rows]
 
+    def whole(self, params, keep=True):
+        """The parameters as NumPy arrays, one after another gathered from all processes; None unless they are kept."""
+        gather = jax.jit(lambda x: x, out_shardings=NamedSharding(self.mesh, P()))
+
+        def fetch(x):
+            x = jax.block_until_ready(x if x.is_fully_addressable else gather(x))
+            return np.asarray(x) if keep else None
+
+        return jax.tree.map(fetch, params)
+
     def validate(self, params, windows) -> float:
         """Mean loss over held-out (tokens, targets), int [count, T] each, as many at a time as the mesh takes."""
         group, total = self.parallel.batch, 0.0
@@ -160,48 +171,56 @@ class Trainer:
         return total / len(windows[0])
 
 
-def run(out, given: dict, parallel: Parallel, resume: bool = False, say=print, progress=None) -> dict:
+def run(out, given: dict, parallel: Parallel, resume: bool = False, say=print, progress=None, link=None) -> dict:
     """Trains in folder `out` and returns a summary. Raises BadInput, one line, for what the user can cure.
 
     given: the Settings that the user chose; with `resume` they must agree with the run's. parallel: over which devices,
     and how; a resumed run may differ in it. say: takes a line of text. progress: called with (metrics line, total
-    steps) after each step.
+    steps) after each step. link: to the other processes, each of which makes the same call; only the first of them
+    locks and writes, but for its share of a checkpoint, and `out` must be the same folder for all.
     """
-    out, mesh = Path(out), make_mesh(parallel)
+    out, mesh, link = Path(out), make_mesh(parallel), link or Alone()
     opened = _reopen if resume else _begin
+    if not link.first:
+        say, progress = lambda line: None, None
     try:
-        with opened(out, given, parallel, mesh, say) as (trainer, data, params):
-            return _loop(out, trainer, data, params, say, progress)
+        with opened(out, given, parallel, mesh, say, link) as (trainer, data, params):
+            return _loop(out, trainer, data, params, say, progress, link)
     except OSError as error:
         later = "; go on later with --resume" if (out / "run.json").is_file() else ""
         raise BadInput(f"{error.filename or out}: {error.strerror or error}{later}") from None
 
 
 @contextlib.contextmanager
-def _begin(out, given, parallel, mesh, say):
+def _begin(out, given, parallel, mesh, say, link):
     """(Trainer, Data, initial parameters or None) of a new run. Nothing is written before all is known to be right."""
-    _refuse_used(out, given)
+    if link.first:
+        _refuse_used(out, given)
     if "init" in given and "preset" in given:
         raise BadInput("--preset: the model in --init has its own shape; leave one of the two out")
     settings = Settings(**given)
+    if settings.demo and link.count > 1:
+        raise BadInput("--demo: compares with a single device, which takes a single process")
     source = Path(settings.data).resolve() if settings.data else None
     if source and source.is_dir() and out.resolve().is_relative_to(source):
         raise BadInput(f"--out {out}: lies in --data {source}, so the run would be its own data; choose another folder")
     data = _load(settings, settings.tokenizer, say)
     config, params = _model(settings, data.vocab_size)
     trainer = Trainer(config, settings, parallel, mesh)
-    with checkpoint.locked(out):
-        _refuse_used(out, given, replace=True)
-        _write_run(out, trainer, data.fingerprint, _sha256(settings.tokenizer))
+    link.agree(data=data.fingerprint, model=dataclasses.asdict(config), tokenizer=_sha256(settings.tokenizer))
+    with checkpoint.locked(out) if link.first else contextlib.nullcontext():
+        if link.first:
+            _refuse_used(out, given, replace=True)
+            _write_run(out, trainer, data.fingerprint, _sha256(settings.tokenizer))
         yield trainer, data, params
 
 
 @contextlib.contextmanager
-def _reopen(out, given, parallel, mesh, say):
+def _reopen(out, given, parallel, mesh, say, link):
     """(Trainer, Data, None) of the run in `out`, which go by run.json alone: --init may have gone since."""
     if not (out / "run.json").is_file():
         raise BadInput(f"--resume: no run in {out} (run.json is missing)")
-    with checkpoint.locked(out):
+    with checkpoint.locked(out) if link.first else contextlib.nullcontext():
         saved, settings, config = _read_run(out)
         _agree(saved["settings"], given, out)
         ours = out / "tokenizer.json"
@@ -212,9 +231,10 @@ def _reopen(out, given, parallel, mesh, say):
         if saved["data_fingerprint"] != data.fingerprint:
             raise BadInput(f"--resume: the data of {out} has changed since the run began")
         trainer = Trainer(config, settings, parallel, mesh)
+        link.agree(run=saved)
         before, here = {**saved["machine"], **saved["parallel"]}, {**_machine(), **dataclasses.asdict(parallel)}
         changed = [name for name in here if before.get(name) != here[name]]
-        if changed:
+        if changed and link.first:
             was, now = (", ".join(f"{name} {x.get(name)}" for name in changed) for x in (before, here))
             say(f"resumed with {now}, before {was}: the losses may differ in the last bits")
             _write_run(out, trainer, saved["data_fingerprint"], saved["tokenizer_sha256"])
@@ -228,19 +248,22 @@ def _load(settings, tokenizer, say):
     return data
 
 
-def _loop(out, trainer, data, params, say, progress):
-    settings = trainer.settings
-    if settings.tokenizer and not (out / "tokenizer.json").is_file():
+def _loop(out, trainer, data, params, say, progress, link):
+    settings, checkpoints = trainer.settings, out / "checkpoints"
+    if link.first and settings.tokenizer and not (out / "tokenizer.json").is_file():
         checkpoint.write_atomically(out / "tokenizer.json", Path(settings.tokenizer).read_bytes())
-    found = checkpoint.restore(out / "checkpoints", trainer.like(), say)
-    if not found:
-        _refuse_lost(out, settings)
+    found = link.tell(checkpoint.find(checkpoints, say) if link.first else None)
+    if found is None:
+        if link.first:
+            _refuse_lost(out, settings)
         if settings.init and params is None:  # killed before its first checkpoint
             config, params = _model(settings, data.vocab_size)
             if config != trainer.config:
                 raise BadInput(f"--init {settings.init}: has another shape than when the run began")
-    start, state = found if found else (0, trainer.fresh(settings.seed, params))
-    metrics = checkpoint.Metrics(out / "metrics.jsonl", start if found else -1, say)
+        start, state = 0, trainer.fresh(settings.seed, params)
+    else:
+        start, state = found, checkpoint.read(checkpoints, found, trainer.like())
+    metrics = checkpoint.Metrics(out / "metrics.jsonl", -1 if found is None else found, say) if link.first else None
     windows = data.held_out_windows(settings.val_windows, settings.seq)
     unigram, bigram = data_module.entropies(*windows)
     count = sum(x.size for x in jax.tree.leaves(state["params"]))
@@ -253,9 +276,11 @@ def _loop(out, trainer, data, params, say, progress):
         summary |= mesh_equals_single(trainer, state["params"], data)
         say("one step, mesh against single device: loss differs by {loss_difference:.1e}, gradients by at most "
             "{gradient_difference:.1e} of the largest".format(**summary))  # fmt: skip
-    finished = any(line["step"] == settings.steps and "val_loss" in line for line in metrics.lines)
-    if start == 0 or (start == settings.steps and not finished):  # a finished run may have lost its metrics
-        metrics.write({"step": start, "val_loss": trainer.validate(state["params"], windows)})
+    held = link.tell([line["step"] for line in metrics.lines if "val_loss" in line] if link.first else None)
+    if start == 0 or (start == settings.steps and start not in held):  # a finished run may have lost its metrics
+        value = trainer.validate(state["params"], windows)
+        if link.first:
+            metrics.write({"step": start, "val_loss": value})
     with _Stop() as stop:
         for step in range(start, settings.steps):
             began = time.perf_counter()
@@ -274,15 +299,19 @@ def _loop(out, trainer, data, params, say, progress):
             }
             if done % settings.val_every == 0 or done == settings.steps:
                 line["val_loss"] = trainer.validate(state["params"], windows)
-            metrics.write(line)
+            if link.first:
+                metrics.write(line)
             if progress:
                 progress(line, settings.steps)
-            if done % settings.ckpt_every == 0 or done == settings.steps or stop.asked:
-                metrics.sync()
-                checkpoint.save(out / "checkpoints", done, state)
-            if stop.asked and done < settings.steps:
+            stopping = link.any_of(stop.asked)
+            if done % settings.ckpt_every == 0 or done == settings.steps or stopping:
+                if link.first:
+                    metrics.sync()
+                checkpoint.save(checkpoints, done, state, link.first, link.tell)
+            if stopping and done < settings.steps:
                 return {**summary, "stopped": done}
-    return {**summary, **_finish(out, trainer.config, state["params"], metrics.lines, summary)}
+    params = trainer.whole(state["params"], keep=link.first)
+    return {**summary, **_finish(out, trainer.config, params, metrics.lines, summary)} if link.first else summary
 
 
 def mesh_equals_single(trainer, params, data) -> dict:
@@ -407,7 +436,7 @@ def _model(settings, vocab_size):
 
 def _finish(out, config, params, lines, summary):
     """The picture, and the model in Hugging Face's format."""
-    weights.save(out / "model", jax.device_get(params), config)
+    weights.save(out / "model", params, config)
     losses = [(line["step"], line["loss"]) for line in lines if "loss" in line]
     held_out = [(line["step"], line["val_loss"]) for line in lines if "val_loss" in line]
     plot.curve(out / "loss.png", losses, held_out, summary)
@@ -430,4 +459,4 @@ class _Stop:
 
     def __exit__(self, *_):
         for number, handler in self._before.items():
-            signal.signal(number, handler)
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)  # None: one that is not Python's
