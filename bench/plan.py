@@ -330,11 +330,7 @@ def compile_step(pod, preset, tokens, batch, parallel):
         return facts | {"hbm_bytes": needed}
     memory, program = compiled.memory_analysis(), Program(compiled.as_text())
     return facts | {
-        "hbm_bytes": memory.argument_size_in_bytes
-        + memory.output_size_in_bytes
-        - memory.alias_size_in_bytes
-        + memory.temp_size_in_bytes
-        + memory.generated_code_size_in_bytes,
+        "hbm_bytes": memory.peak_memory_in_bytes,
         "host_bytes": memory.host_temp_size_in_bytes,
         "collectives": program.collectives(),
         "kernels": program.kernels(),
