@@ -73,7 +73,10 @@ class Ring(NamedTuple):
             more = lambda: merge(done, *attend(*self._unpack(keys, k), here))
             return lax.cond(sees, more, lambda: done)
 
-        out, lse = finish(*self._round(k, v, where, lambda *x: begin(*attend(*x)), visit))
+        def at_home(here, sees):
+            return begin(*lax.cond(sees, lambda: attend(k, v, here), lambda: nothing(q, v)))
+
+        out, lse = finish(*self._round(k, v, where, at_home, visit))
         return out.astype(out_dtype or q.dtype), lse
 
     def _backward(self, q, k, v, where, dout, lse, delta, *, out_dtype):
@@ -83,8 +86,8 @@ class Ring(NamedTuple):
         apart = len(self.streams) == 2 and self.streams[0].half is None  # each carries gradients of all tokens
         at_once = min(stream.hops for stream in self.streams) == 1  # the first hop is in no scan
 
-        def at_home(k, v, here):
-            dq, *dkv = attend(k, v, here)
+        def at_home(here, sees):
+            dq, *dkv = lax.cond(sees, lambda: attend(k, v, here), lambda: zeros((q, k, v)))
             sums = [self._part(self._pack(*dkv), stream) for stream in self.streams]
             if apart:  # the first stream takes these along
                 sums[1] = None if at_once else zeros(sums[1])
@@ -111,7 +114,7 @@ class Ring(NamedTuple):
         return tuple(dx.astype(out_dtype or x.dtype) for dx, x in ((dq, q), (dk, k), (dv, v)))
 
     def _round(self, k, v, where, at_home, visit):
-        """at_home(k, v, where), then for each hop of each stream
+        """at_home(where the keys stand, does a query see any of them?), then for each hop of each stream
         carry = visit(stream, keys, where they stand, does a query see any of them?, carry).
 
         What the next hop visits is sent before. A stream that is longer than the other goes on alone.
@@ -130,7 +133,7 @@ class Ring(NamedTuple):
         mine = self._pack(k, v)
         keys = {i: self._send(self._part(mine, stream), stream.step) for i, stream in enumerate(self.streams)}
         dense = self._where(whole, shard, Stream(0, 0), here).dense
-        carry, first = at_home(k, v, where._replace(dense=dense)), 1
+        carry, first = at_home(where._replace(dense=dense), here < size), 1  # True, but not to the compiler
         for last in sorted({stream.hops for stream in self.streams}):
             if first < last:
                 hops = jnp.arange(first, last)
@@ -198,6 +201,12 @@ def merge(a, out, lse):
 def finish(acc, m, l):
     """(out, lse). Divided once, whatever l is made of: the error does not grow with the number of merges."""
     return acc / jnp.where(l == 0, 1.0, l)[..., None], m + jnp.log(l)
+
+
+def nothing(q, v):
+    """(out, lse) of no keys."""
+    out = jnp.broadcast_to(jnp.full_like(q[..., :1], 0, jnp.float32), (*q.shape[:3], v.shape[3]))
+    return out, jnp.full_like(q[..., 0], -jnp.inf, jnp.float32)
 
 
 def zeros(xs):
