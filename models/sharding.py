@@ -90,7 +90,7 @@ class Parallel:
 
     @property
     def layout(self) -> str:
-        return "zigzag" if self.shards > 1 else "contiguous"
+        return "zigzag" if self.shards > 1 and self.strategy != "ulysses" else "contiguous"  # ulysses needs no balance
 
 
 def make_mesh(parallel: Parallel, devices=None):
