@@ -41,8 +41,12 @@ def dumped(chip, build, arguments, *, python=None, flags=""):
     """
     with tempfile.TemporaryDirectory(prefix="ringtide-schedule-") as folder:
         spec = {"chip": chip, "build": build, "arguments": arguments}
-        dump = f"--xla_jf_dump_to={folder} --xla_jf_dump_llo_text=true --xla_jf_dump_llo_pass_label_regex={_PASSES}"
-        yield ask("ringtide.bench.compile:facts_of", spec, python=python, flags=f"{dump} {flags}"), folder
+        yield ask("ringtide.bench.compile:facts_of", spec, python=python, flags=f"{dump_to(folder)} {flags}"), folder
+
+
+def dump_to(folder):
+    """The flags that have libtpu write what schedule.py reads."""
+    return f"--xla_jf_dump_to={folder} --xla_jf_dump_llo_text=true --xla_jf_dump_llo_pass_label_regex={_PASSES}"
 
 
 def ask(function, arguments, *, python=None, flags=""):

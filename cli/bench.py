@@ -42,7 +42,7 @@ def cpu(rounds, as_json):
 
 @command.command()
 @click.option("--chip", "chips", multiple=True, type=click.Choice(_CHIPS), help="Repeat for more.  [default: all]")
-@click.option("--op", type=click.Choice(["splash"]), default="splash", show_default=True)
+@click.option("--op", type=click.Choice(["splash", "ring"]), default="splash", show_default=True)
 @click.option("--shape", "shapes", multiple=True, metavar="KEY=VALUE,...", help="Instead of the table; see above.")
 @click.option("--peers", is_flag=True, help="jax's and tokamax's kernels too, all compiled in one environment.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object a row.")
@@ -54,9 +54,15 @@ def schedule(chips, op, shapes, peers, as_json, plot):
     chip. docs/schedule.md says what is counted. A shape names what differs
     from head_dim=128,heads=32,kv_heads=8,seq=32768,mask=causal and may say pass=forward or pass=backward; masks are
     full, causal, local:4096 (keys each query sees) and packed:8 (documents).
+
+    --op ring: around the devices of the smallest slice, by permutes and inside one kernel; seq is a device's share, and
+    all is visible.
     """
     from ringtide.bench import table
 
+    if op == "ring":
+        _ring(chips or ("tpu7x", "v5p"), shapes, as_json)
+        return
     chips = chips or _CHIPS
     cases = table.FIGURE if plot else table.TABLE
     cases = _shapes(shapes, chips) if shapes else [case for case in cases if case.chip in chips]
@@ -82,6 +88,18 @@ def schedule(chips, op, shapes, peers, as_json, plot):
         _say(f"drawn: {plot}")
     if failed:
         raise click.ClickException(f"{failed} of {failed + len(rows)} rows could not be priced")
+
+
+def _ring(chips, shapes, as_json):
+    from ringtide.bench import ring
+
+    cases = _shapes(shapes or ["mask=full,seq=65536", "mask=full,seq=65536,head_dim=256,heads=16,kv_heads=4"], chips)
+    _interpreter(peers=False)
+    if not as_json:
+        click.echo(ring.HEADING)
+    for case in cases:
+        for row in ring.prices(case):
+            click.echo(json.dumps(row) if as_json else ring.line(row))
 
 
 @command.command()
