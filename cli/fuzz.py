@@ -24,11 +24,11 @@ def _context_parallel(op):
     if op != "attention":
         raise ValueError("--impl context-parallel: there is only attention so far; `ringtide fuzz gla` has --impl xla")
     if "jax" not in sys.modules:  # a CPU shows as many devices as it is told to before it starts
-        os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=4 " + os.environ.get("XLA_FLAGS", "")
+        os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8 " + os.environ.get("XLA_FLAGS", "")
     import ringtide
-    from ringtide.testing.sharded import whole
+    from ringtide.testing.sharded import drawn
 
-    return {"fn": whole(ringtide.context_parallel_attention, layout="zigzag", strategy="ring")}
+    return {"fn": drawn(ringtide.context_parallel_attention)}
 
 
 # Name -> op -> what `check` takes: the function under test, and what belongs to it.
@@ -56,7 +56,8 @@ def command(op, impl, cases, minutes, seed, replay, as_json):
     try:
         from ringtide.testing import check
 
-        report = check(op=op, **IMPLEMENTATIONS[impl](op), **how)
+        tested = IMPLEMENTATIONS[impl](op)
+        report = check(op=op, **tested, **how)
     except ValueError as error:
         raise click.ClickException(str(error)) from None
     except ModuleNotFoundError as error:
@@ -65,6 +66,8 @@ def command(op, impl, cases, minutes, seed, replay, as_json):
         click.echo(err=True)
     click.echo(report)
     if report.failure:
+        if way := getattr(tested["fn"], "way", None):  # drawn from the shapes
+            click.echo(f"by: {', '.join(f'{key}={value!r}' for key, value in way(report.failure.case).items())}")
         click.echo(f'replay: ringtide fuzz {op} --impl {impl} --replay "{report.failure.case}"')
     elif report.cases == report.refused:
         click.echo("FAILED: nothing was tested")

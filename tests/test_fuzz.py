@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from functools import partial
 from importlib import import_module
 
@@ -21,7 +22,7 @@ from ringtide.reference.attention import attention as attention64
 from ringtide.reference.gla import gla as gla64
 from ringtide.testing import AttentionCase, GLACase, attention_cases, check, gla_cases, parse
 from ringtide.testing.cases import deal, segment_ids
-from ringtide.testing.sharded import whole
+from ringtide.testing.sharded import drawn, whole
 
 # Right implementations in NumPy: the reference computed in float32. They compile nothing, so whole sweeps take seconds.
 
@@ -323,6 +324,22 @@ def test_ring(layout):
     ring = whole(ringtide.context_parallel_attention, layout=layout, strategy="ring")
     report = check(ring, "attention", cases=12, seed=1, block=16)
     assert report, report
+
+
+@pytest.mark.slow
+def test_every_strategy():
+    assert check(drawn(ringtide.context_parallel_attention), "attention", cases=200, seed=2, block=16)
+
+
+def test_the_way_is_drawn_from_the_shapes():
+    fn, case = drawn(ringtide.context_parallel_attention), AttentionCase(T=17, S=17, N=4, N_kv=2, H=8, H_v=8)
+    text = lambda *shapes: jax.jit(fn).lower(*(jax.ShapeDtypeStruct(x, "float32") for x in shapes)).as_text()
+    sends = {"ring": "collective_permute", "usp": "all_to_all", "ulysses": "all_to_all", "all_gather": "all_gather"}
+    ways = [fn.way(replace(case, H=h)) for h in range(1, 60)]
+    assert {way["strategy"] for way in ways} == sends.keys()
+    for strategy, collective in sends.items():
+        h, way = next((h, w) for h, w in enumerate(ways, 1) if w["strategy"] == strategy and max(w["devices"]) > 1)
+        assert collective in text((1, 17, 4, h), (1, 17, 2, h), (1, 17, 2, 8)), way
 
 
 @pytest.mark.slow

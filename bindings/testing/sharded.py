@@ -1,24 +1,57 @@
 """A context-parallel op seen as an op on whole sequences of any length, so that the same properties apply to it."""
 
 import functools
+import itertools
+import math
+import random
+
+from ringtide.kernels import layouts
+
+WAYS = (  # strategy, bidirectional, devices along the axes
+    *itertools.product(["all_gather", "ring", "ulysses"], [False], [(1,), (2,), (3,), (4,), (8,)]),
+    *itertools.product(["ring"], [True], [(2,), (3,), (4,), (8,)]),
+    *itertools.product(["usp"], [False, True], [(1, 3), (2, 2), (3, 1), (4, 2), (2, 4)]),
+)
 
 
-def whole(context_parallel_attention, *, layout="zigzag", devices=4, seq_axis="context", **how):
+def drawn(context_parallel_attention):
+    """`whole`, in a way that is drawn from the shapes of a call: strategy, layout, devices. The same shapes, the same.
+
+    The function's `way(case)` says which it is for an AttentionCase.
+    """
+    of = functools.cache(lambda how: whole(context_parallel_attention, **dict(how)))
+
+    def draw(*shape):
+        rng = random.Random(repr(shape))
+        strategy, bidirectional, devices = rng.choice(WAYS)
+        how = {
+            "strategy": strategy,
+            "bidirectional": bidirectional,
+            "devices": devices,
+            "layout": rng.choice(layouts.LAYOUTS),
+        }
+        return tuple(how.items())
+
+    def attention(q, k, v, **options):
+        return of(draw(*q.shape, *k.shape[1:3], v.shape[3]))(q, k, v, **options)
+
+    attention.way = lambda case: dict(draw(case.B, case.T, case.N, case.H, case.S, case.N_kv, case.H_v))
+    return attention
+
+
+def whole(context_parallel_attention, *, layout="zigzag", devices=(4,), **how):
     """`context_parallel_attention` with the signature of `ringtide.attention`.
 
     Pads time to what the layout needs (padding tokens belong to no segment), puts it in layout order, and undoes both.
-    devices: at most so many of those at hand, in a mesh of one axis.  how: further keywords, such as strategy.
+    devices: so many of those at hand, along one axis of a mesh or two.  how: further keywords, such as strategy.
     """
     import jax
     import jax.numpy as jnp
     import numpy as np
 
-    from ringtide.kernels import layouts
-
-    devices = jax.devices()[:devices]
-    shards = len(devices)
-    mesh = jax.sharding.Mesh(np.array(devices), (seq_axis,))
-    sharded = functools.partial(context_parallel_attention, mesh=mesh, seq_axis=seq_axis, layout=layout, **how)
+    shards, axes = math.prod(devices), ("ulysses", "context")[-len(devices) :]
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:shards]).reshape(devices), axes)
+    sharded = functools.partial(context_parallel_attention, mesh=mesh, seq_axis=axes, layout=layout, **how)
 
     class Side:
         """Queries or keys: T tokens on their way to layout order, and back."""
