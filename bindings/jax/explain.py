@@ -74,15 +74,19 @@ def explain(
     segment_ids=None,
     q_positions=None,
     kv_positions=None,
+    scale=None,
+    logits_soft_cap=None,
     sinks=None,
-    **options,
+    return_lse=False,
+    implementation=None,
 ):
     """The plan of `context_parallel_attention` for the same arguments; arrays may be jax.ShapeDtypeStructs.
 
-    mesh: may be a jax.sharding.AbstractMesh. options: scale and so on, which change no plan.
+    mesh: may be a jax.sharding.AbstractMesh. scale, logits_soft_cap, return_lse and implementation change no plan.
 
     Returns a Plan: its fields are data, its str a table of all strategies. sent_bytes is what the lowered program
-    sends, to the byte: collectives of attention itself, not what brings inputs to where they are expected.
+    sends, to the byte: collectives of attention itself, not what brings inputs to where they are expected. Of a ring it
+    is the ring of permutes, also where the chip compiled for is better off with one kernel that sends by itself.
     Raises: as `context_parallel_attention` for what no strategy can serve, and for a strategy that is named and cannot.
     """
     arrays = query, key, value, segment_ids, q_positions, kv_positions, sinks, mask if hasattr(mask, "shape") else None
