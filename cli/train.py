@@ -5,8 +5,6 @@ import json
 import math
 import os
 import re
-import time
-import traceback
 from pathlib import Path
 
 import click
@@ -118,10 +116,7 @@ def llama(out, recipe, scale_down, resume, coordinator, processes, process_id, *
             link.fail(str(error))
             raise click.ClickException(str(error)) from None
         except Exception as error:
-            if not isinstance(link, Alone):
-                time.sleep(3)  # a collective that failed because another process has ended: that is said first
-                traceback.print_exc()
-                link.fail(f"{type(error).__name__}: {line(error)}")
+            link.fail(f"{type(error).__name__}: {line(error)}")
             raise
     if not link.first:
         raise SystemExit(130 if "stopped" in summary else 0)

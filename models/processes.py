@@ -57,7 +57,7 @@ class Link:
     def __init__(self, me: int, count: int, peers: dict):
         self.first, self.count, self._me = me == 0, count, me
         self._peers = peers  # process id -> _Peer
-        self._leaving = threading.Event()
+        self._leaving, self._ending = threading.Event(), threading.Lock()
         self._watcher = threading.Thread(target=self._watch, daemon=True)
         self._watcher.start()
 
@@ -106,8 +106,7 @@ class Link:
 
     def fail(self, why: str):
         """Ends all processes, saying why."""
-        self._leaving.set()
-        self._send(error=why)
+        time.sleep(1)  # what failed may be a collective, because another process has ended: then that is said
         self._end(why)
 
     def _gather(self):
@@ -145,11 +144,11 @@ class Link:
 
     def _lost(self, why):
         if not self._leaving.is_set():
-            if self.first:
-                self._send(error=why)  # each is connected to process 0 only
             self._end(why)
 
     def _end(self, why):
+        self._ending.acquire()  # for ever: one end, one line
+        self._send(error=why)  # also what another said: each is connected to process 0 only
         sys.stderr.write(f"\nError: {why}\n")
         sys.stderr.flush()
         time.sleep(1 if self.first else 0)  # the others hear it before jax's coordinator goes with this process
@@ -204,7 +203,7 @@ def join(coordinator: str, count: int, me: int, options: dict) -> Link:
         raise BadInput(f"--process-id {me}: must be from 0 to {count - 1}, one less than --processes")
     options = {**options, "processes": count}
     peers = _call_roll(host, port, count, options) if me == 0 else {0: _answer(host, port, me, options)}
-    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # what is only a warning is none for the user
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # jax tells at length of an end that Link tells of in a line
     import jax
 
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
@@ -212,7 +211,7 @@ def join(coordinator: str, count: int, me: int, options: dict) -> Link:
     where = f"{host}:{port + 1}"
     try:
         jax.distributed.initialize(
-            where,
+            where if me == 0 else _relay(host, port + 1),
             count,
             me,
             initialization_timeout=PATIENCE,
@@ -222,6 +221,34 @@ def join(coordinator: str, count: int, me: int, options: dict) -> Link:
     except RuntimeError as error:
         raise BadInput(f"--coordinator {coordinator}: jax.distributed: {' '.join(str(error).split())[:200]}") from None
     return Link(me, count, peers)
+
+
+def _relay(host, port):
+    """Where jax of another process finds its coordinator: here, by way of a thread that passes everything on.
+
+    When process 0 dies, jax would see its connection close and abort before the one line is said; a relay falls silent.
+    """
+    server = socket.create_server(("127.0.0.1", 0))
+
+    def pump(source, sink, at_end):
+        with contextlib.suppress(OSError):
+            while piece := source.recv(1 << 16):
+                sink.sendall(piece)
+            at_end()
+
+    def serve():
+        while True:
+            near, _ = server.accept()
+            try:
+                far = socket.create_connection((host, port))
+            except OSError:  # not yet: jax will try again
+                near.close()
+                continue
+            for source, sink, at_end in ((near, far, far.close), (far, near, lambda: None)):
+                threading.Thread(target=pump, args=(source, sink, at_end), daemon=True).start()
+
+    threading.Thread(target=serve, daemon=True).start()
+    return "{}:{}".format(*server.getsockname())
 
 
 def _call_roll(host, port, count, options):
