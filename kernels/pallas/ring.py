@@ -26,7 +26,7 @@ would wait for each other at a hop, cannot be shown without the device: v5p take
 not once all the way around: a window, whose ring is short; two directions; positions that are not given; tables beyond
 the scalar memory. Not run on a TPU so far: values and races are the interpreter's, all else is the compiler's.
 
-Limits: those of splash; 2 devices or more; a shard_map over the whole mesh. The tables of all hops lie in scalar memory,
+Limits: those of splash; 2 devices or more; a shard_map over the whole mesh. Tables of all hops lie in scalar memory,
 enough for some 30M tokens in all, or 20M with segment ids, at batch 1. Off a TPU the permutes serve: only
 pltpu.InterpretParams knows remote copies.
 
