@@ -131,6 +131,26 @@ def test_alike_hops_are_priced_once_and_rightly():
         assert plan._visits(case, part(3), part(source), sizes) == want
 
 
+@pytest.mark.parametrize("limit", [1 << 14, 1 << 20, 3_000_000, 14 << 20])
+def test_the_longest_that_fits(limit, monkeypatch):
+    """By bisection, to 1/32; a policy that did not fit is not tried for a longer one."""
+    tried = []
+
+    def compiled(pod, preset, tokens, parallel, batch, remats, log):
+        tried.append((tokens, remats))
+        remat = next((name for i, name in enumerate(("none", "full")) if tokens * 4 <= limit << 2 * i), "full")
+        return {"tokens": tokens, "fits": tokens <= limit, "remat": remat}
+
+    monkeypatch.setattr(plan, "plan", compiled)
+    parallel = sharding.Parallel(context=8)
+    row = plan.longest(plan.Pod("v5p", "2x2x2"), "llama-tiny", parallel, remats=("none", "full"))
+    unit = 2048 * 8
+    assert row["tokens"] % unit == 0
+    assert row["fits"]
+    assert limit - max(unit, limit / 32) < row["tokens"] <= limit
+    assert len(tried) < 20
+
+
 def test_a_refusal_of_the_compiler_says_how_much():
     message = "RESOURCE_EXHAUSTED: ... HLO temporaries (298.02G) exceeds available HBM (95.74G)."
     assert plan._exhausted(message) == round(298.02 * 2**30)
