@@ -3,6 +3,7 @@
 import dataclasses
 import math
 import re
+from importlib.util import find_spec
 
 import click
 import jax
@@ -252,3 +253,25 @@ def test_the_presets_are_those_of_the_paper_and_of_the_published_recipe():
     sizes = {name: sum(map(math.prod, jax.tree.leaves(llama.shapes(c), is_leaf=lambda x: isinstance(x, tuple))))
              for name, c in llama.PRESETS.items()}  # fmt: skip
     assert sizes["llama3.1-8b"] == sizes["llama3.1-8b-hd256"] == 8_030_261_248
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(find_spec("libtpu") is None, reason="libtpu, the TPU compiler, is not installed")
+@pytest.mark.parametrize(("remat", "offloaded"), [("attention", 0), ("offload", 1), ("offload-all", 2)])
+def test_the_step_compiles_for_a_pod_and_offloads_what_it_says(remat, offloaded, monkeypatch):
+    """By the compiler's account, for v5p: as many [B, T, D] a layer in the host's memory."""
+    from jax.experimental import topologies
+
+    for name, value in (("TPU_SKIP_MDS_QUERY", "1"), ("TPU_WORKER_HOSTNAMES", "localhost")):
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
+    config = dataclasses.replace(CONFIG, dim=256, ff_dim=512, heads=2, kv_heads=1, head_dim=128)
+    parallel = Parallel(context=4, remat=remat)
+    mesh = make_mesh(parallel, topologies.get_topology_desc(platform="tpu", topology_name="v5p:2x2x1").devices)
+    settings = Settings(seq=4 * 4096, batch=1, dtype="bfloat16")
+    trainer = Trainer(config, settings, parallel, mesh)
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+        compiled = trainer.train_step.lower(trainer.like(), *trainer.batch_like()).compile()
+    assert compiled.memory_analysis().host_temp_size_in_bytes == offloaded * config.layers * 4096 * config.dim * 2
+    longest = re.findall(r"(\w+)\[[\d,]*\b16384\b[\d,]*\][^=]*constant\(", compiled.as_text())
+    assert not longest  # nothing as long as the sequence is part of the program
