@@ -20,6 +20,8 @@ visible: milliseconds of a round in kernels + in all else, and GiB in HBM beside
                                                 by permutes               in one kernel
     tpu7x, 8 devices, head_dim 128, forward      982 + 25 ms, 5.0 GiB       976 +  2 ms, 2.5 GiB
                                     backward    2563 + 131 ms, 8.8 GiB     2565 + 16 ms, 6.1 GiB
+    v5p, 4 devices, head_dim 128, forward        653 +  31 ms, 5.0 GiB      1300 +  8 ms, 2.0 GiB
+                                  backward      1636 +  90 ms, 7.0 GiB      3272 + 21 ms, 4.0 GiB
 A TPU with one core a device takes this kernel: a tile costs the same, hops start with a reference, and what XLA does in
 each hop (transposes of K and V, float32 results out of their blocks, the merge, dk and dv) is gone. On v5p a device has
 two cores, between which splash splits the heads; this kernel runs on one, and which of two would send, and how they
