@@ -8,6 +8,7 @@ import json
 import os
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -103,6 +104,54 @@ def test_a_wait_that_is_dropped_is_seen(drop, pass_, eager):
     right(whole)
     errors = without.get("out", []) + without.get("grads", [])
     assert without["races"] if eager else max(errors) > 0.1
+
+
+TPU = pytest.mark.skipif(find_spec("libtpu") is None, reason="libtpu, the TPU compiler, is not installed")
+ABSENT = {"TPU_SKIP_MDS_QUERY": "1", "TPU_WORKER_HOSTNAMES": "localhost", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
+
+
+@TPU
+@pytest.mark.parametrize(("chip", "devices"), [("tpu7x", 8), ("v5p", 4)])
+@pytest.mark.parametrize("pass_", ["forward", "backward"])
+def test_the_tpu_compiler_takes_it(chip, devices, pass_):
+    from ringtide.bench.compile import ask
+
+    case = {"chip": chip, "pass_": pass_, "seq": 4096, "heads": 4, "kv_heads": 1}
+    assert ask("ringtide.bench.ring:compiled", {"case": case, "way": "kernel"})["devices"] == devices
+
+
+@TPU
+@pytest.mark.parametrize(
+    ("chip", "how", "kernel"),
+    [
+        ("tpu7x", {}, "ring"),
+        ("tpu7x", {"implementation": "pallas", "layout": "zigzag"}, "ring"),
+        ("tpu7x", {"bidirectional": True}, "splash"),
+        ("v5p", {}, "splash"),  # two cores a device
+    ],
+)
+def test_which_ring_a_chip_takes(chip, how, kernel, monkeypatch):
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
+    from jax.experimental import topologies
+
+    from ringtide import Causal, context_parallel_attention
+    from ringtide.bench.chips import CHIPS
+
+    for name, value in ABSENT.items():
+        monkeypatch.setenv(name, value)
+    devices = topologies.get_topology_desc(platform="tpu", topology_name=CHIPS[chip].topology).devices
+    mesh = jax.sharding.Mesh(np.array(devices), ("context",))
+    attend = lambda q: context_parallel_attention(
+        q, q, q, mesh=mesh, seq_axis="context", strategy="ring", mask=Causal(), **how
+    )
+    tokens = jax.NamedSharding(mesh, jax.P(None, "context"))
+    q = jax.ShapeDtypeStruct((1, 256 * mesh.size, 2, 128), jnp.bfloat16, sharding=tokens)
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+        text = jax.jit(lambda q: jax.vjp(attend, q)[1](q)).lower(q).as_text()
+    found = {name for name in ("ring", "splash") for pass_ in ("forward", "backward") if f"{name}_{pass_}" in text}
+    assert found == {kernel}
 
 
 def measure(
