@@ -149,6 +149,7 @@ def each_token(mesh):
 def _whole(x, spec):
     """A parameter from its shards, inside shard_map, for use with this device's tokens."""
     shards = (spec[0] if spec else None) or ()
+    shards = (shards,) if isinstance(shards, str) else shards  # P makes a name of a tuple of one
     x = lax.pcast(x, tuple(axis for axis in AXES if axis not in shards), to="varying")
     for axis in reversed(shards):  # one after another: over 64 devices at once, the TPU compiler reduces instead
         x = lax.all_gather(x, axis, axis=0, tiled=True)

@@ -53,7 +53,7 @@ def single():
     [
         Parallel(context=8),
         Parallel(fsdp=2, context=4, remat="attention"),
-        Parallel(data=2, ulysses=2, context=2, strategy="usp", remat="full"),
+        Parallel(ulysses=2, context=4, strategy="usp", remat="full"),  # some weights lie over context alone
         Parallel(fsdp=4, ulysses=2, strategy="ulysses", remat="attention"),
         Parallel(data=2, context=3, strategy="all_gather", remat="full"),
         Parallel(fsdp=2, data=2),

@@ -459,3 +459,18 @@ def test_no_device_is_one_line(monkeypatch):
     monkeypatch.setattr(jax, "devices", none)
     with pytest.raises(BadInput, match=r"see JAX_PLATFORMS \(Unable to initialize backend 'bogus': Backend"):
         train.make_mesh(train.Parallel())
+
+
+@pytest.mark.slow
+def test_the_demo_has_one_loss_curve_whatever_the_strategy(cli, tmp_path, text):
+    """50 steps over eight devices."""
+    curves = {}
+    for strategy, mesh in {"ring": "context=8", "all_gather": "context=8", "ulysses": "ulysses=8",
+                           "usp": "ulysses=2,context=4"}.items():  # fmt: skip
+        options = ["--demo", "--out", tmp_path / strategy, "--data", text, "--mesh", mesh, "--strategy", strategy]
+        done = cli("train", "llama", *options, "--preset", "llama-micro", "--seq", 512)
+        assert done.exit_code == 0, done.output
+        curves[strategy] = [line.get("loss", 0) for line in curve(tmp_path / strategy)]
+    assert len(curves["ring"]) == 51
+    for strategy in curves:
+        np.testing.assert_allclose(curves[strategy], curves["ring"], atol=1e-5, err_msg=strategy)
