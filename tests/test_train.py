@@ -461,14 +461,18 @@ def test_no_device_is_one_line(monkeypatch):
         train.make_mesh(train.Parallel())
 
 
+SMALL = ("--preset", "llama-micro", "--seq", 512, "--steps", 50)
+
+
 @pytest.mark.slow
 def test_the_demo_has_one_loss_curve_whatever_the_strategy(cli, tmp_path, text):
-    """50 steps over eight devices."""
+    """50 steps at its rate over eight devices, with a smaller model: a larger one learns `text` by heart, and on the
+    way there rounding grows from step to step (to 3e-5 of the loss with llama-tiny)."""
     curves = {}
     for strategy, mesh in {"ring": "context=8", "all_gather": "context=8", "ulysses": "ulysses=8",
                            "usp": "ulysses=2,context=4"}.items():  # fmt: skip
-        options = ["--demo", "--out", tmp_path / strategy, "--data", text, "--mesh", mesh, "--strategy", strategy]
-        done = cli("train", "llama", *options, "--preset", "llama-micro", "--seq", 512)
+        options = ["--out", tmp_path / strategy, "--data", text, "--mesh", mesh, "--strategy", strategy]
+        done = cli("train", "llama", *options, *SMALL, "--lr", 2e-3, "--warmup", 5)
         assert done.exit_code == 0, done.output
         curves[strategy] = [line.get("loss", 0) for line in curve(tmp_path / strategy)]
     assert len(curves["ring"]) == 51
