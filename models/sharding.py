@@ -15,7 +15,8 @@ from dataclasses import dataclass, fields
 
 import jax
 from jax import lax
-from jax.sharding import AxisType, NamedSharding
+from jax.experimental import mesh_utils
+from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from ringtide.models import BadInput, llama
@@ -104,8 +105,12 @@ def make_mesh(parallel: Parallel, devices=None):
     if parallel.devices > len(devices):
         have = "this process has" if len({x.process_index for x in devices}) == 1 else "all processes have"
         raise BadInput(f"--devices {parallel.devices}: {have} {len(devices)} {devices[0].platform} device(s)")
-    sizes = tuple(getattr(parallel, axis) for axis in AXES)
-    return jax.make_mesh(sizes, AXES, devices=devices[: parallel.devices], axis_types=(AxisType.Auto,) * len(AXES))
+    sizes, devices = tuple(getattr(parallel, axis) for axis in AXES), devices[: parallel.devices]
+    try:
+        placed = mesh_utils.create_device_mesh(sizes, devices)
+    except NotImplementedError:  # an axis of 8 on a torus of 4 x 4 x 4 lies over one and a half of its sides
+        placed = mesh_utils.create_device_mesh(sizes, devices, allow_split_physical_axes=True)
+    return Mesh(placed, AXES, axis_types=(AxisType.Auto,) * len(AXES))
 
 
 def spec_of(path, shape, mesh) -> P:

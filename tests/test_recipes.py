@@ -2,12 +2,15 @@
 
 import dataclasses
 import json
+from importlib.util import find_spec
 
 import pytest
 from click.testing import CliRunner
+from jax.experimental import topologies
 
 from ringtide import recipes
 from ringtide.bench import plan
+from ringtide.bench.compile import _environment
 from ringtide.cli import main
 from ringtide.models import llama, sharding, train, weights
 
@@ -26,6 +29,23 @@ def test_a_recipe_is_whole(name):
     assert recipe.model in llama.PRESETS
     tokens = f"{recipe.train['seq'] // 1024}k" if recipe.train["seq"] < 1 << 20 else f"{recipe.train['seq'] >> 20}m"
     assert name == f"{recipe.chip}-{tokens}{'-finetune' if recipe.finetune else ''}"
+
+
+@pytest.mark.skipif(find_spec("libtpu") is None, reason="libtpu, which knows the pods, is not installed")
+def test_every_mesh_lies_on_its_pod(monkeypatch):
+    """Eight devices on a torus of 4 x 4 x 4 chips are one and a half of its sides."""
+    for name, value in _environment("").items():
+        monkeypatch.setenv(name, value)
+    wanted = [(recipe.chip, recipe.topology, recipe.mesh) for recipe in map(recipes.load, recipes.NAMES)]
+    for chip in ("v5p", "tpu7x"):
+        wanted += [(chip, "4x4x4", mesh) for mesh in plan.meshes(plan.Pod(chip, "4x4x4"), llama.Config()).values()]
+        wanted += [(chip, "4x4x4", {"ulysses": 8, "context": plan.Pod(chip, "4x4x4").devices // 8})]
+    for chip, topology, axes in wanted:
+        parallel = sharding.Parallel(**axes, strategy="usp" if "ulysses" in axes else "ring")
+        devices = topologies.get_topology_desc(platform="tpu", topology_name=f"{chip}:{topology}").devices
+        mesh = sharding.make_mesh(parallel, devices)
+        assert len(set(mesh.devices.flat)) == parallel.devices == len(devices)
+        assert plan._load(mesh, parallel) <= 2  # neighbours on a ring of the mesh are neighbours, or nearly, in the pod
 
 
 def test_every_length_is_there_for_both_chips():
