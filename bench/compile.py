@@ -57,7 +57,7 @@ def ask(function, arguments, *, python=None, flags=""):
     done = subprocess.run(
         [python or sys.executable, "-P", "-m", "ringtide.bench.compile"],
         input=json.dumps({"function": function, "arguments": arguments}),
-        env={**os.environ, **_environment(flags)},
+        env={**os.environ, **environment(flags)},
         capture_output=True,
         text=True,
         check=False,
@@ -93,7 +93,7 @@ def compile_for(chip, fn, *inputs):
         return jax.jit(fn, in_shardings=whole, out_shardings=whole).lower(*inputs).compile()
 
 
-def _environment(flags):
+def environment(flags):
     """For libtpu without a TPU, beside other processes that load it; the flags of the user's own runs do not count."""
     return {
         "JAX_PLATFORMS": "cpu",

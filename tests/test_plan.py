@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 from ringtide.bench import plan, splash
 from ringtide.bench.case import Case
-from ringtide.bench.compile import _environment
+from ringtide.bench.compile import environment
 from ringtide.bench.hlo import Program
 from ringtide.cli import main
 from ringtide.kernels import layouts
@@ -27,7 +27,7 @@ needs_libtpu = pytest.mark.skipif(find_spec("libtpu") is None, reason="libtpu, t
 
 @needs_libtpu
 def test_what_a_program_sends(monkeypatch):
-    for name, value in _environment("").items():
+    for name, value in environment("").items():
         monkeypatch.setenv(name, value)
     devices = topologies.get_topology_desc(platform="tpu", topology_name="v5p:2x2x1").devices
     mesh = Mesh(np.array(devices), ("x",))

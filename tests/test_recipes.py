@@ -10,7 +10,7 @@ from jax.experimental import topologies
 
 from ringtide import recipes
 from ringtide.bench import plan
-from ringtide.bench.compile import _environment
+from ringtide.bench.compile import environment
 from ringtide.cli import main
 from ringtide.models import llama, sharding, train, weights
 
@@ -34,7 +34,7 @@ def test_a_recipe_is_whole(name):
 @pytest.mark.skipif(find_spec("libtpu") is None, reason="libtpu, which knows the pods, is not installed")
 def test_every_mesh_lies_on_its_pod(monkeypatch):
     """Eight devices on a torus of 4 x 4 x 4 chips are one and a half of its sides."""
-    for name, value in _environment("").items():
+    for name, value in environment("").items():
         monkeypatch.setenv(name, value)
     wanted = [(recipe.chip, recipe.topology, recipe.mesh) for recipe in map(recipes.load, recipes.NAMES)]
     for chip in ("v5p", "tpu7x"):
