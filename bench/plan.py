@@ -190,7 +190,9 @@ def predict(pod, config, tokens, batch, parallel, step) -> dict[str, float]:
     terms["matmuls"] = products / (chip.peak * MATMUL / chip.calibration)
     terms["elementwise"] = step["cycles"]["rest"] / (chip.ghz * 1e9) * chip.calibration
     sent = dict(step["collectives"])
-    keys = rows * tokens // parallel.shards * 2 * config.kv_heads * config.head_dim  # and values: elements that travel
+    case, _ = calls_of(pod.chip, config, tokens, parallel, "forward")
+    held = tokens // parallel.context if parallel.strategy == "usp" else tokens // parallel.shards
+    keys = rows * held * 2 * case.kv_heads * config.head_dim  # and values: elements that travel
     inside = (parallel.context - 1) * 2 * keys * (ran("ring_forward") + ran("ring_backward"))
     inside += parallel.context * 4 * keys * ran("ring_backward")  # their gradients in float32, and home
     permuted = (sent.pop("collective-permute", 0) + config.layers * inside) * step["load"] / chip.link

@@ -61,6 +61,8 @@ def schedule(chips, op, shapes, peers, as_json, plot):
     from ringtide.bench import table
 
     if op == "ring":
+        if peers or plot:
+            raise click.UsageError(f"--op ring: has no {'--peers' if peers else '--plot'}")
         _ring(chips or ("tpu7x", "v5p"), shapes, as_json)
         return
     chips = chips or _CHIPS
@@ -92,14 +94,22 @@ def schedule(chips, op, shapes, peers, as_json, plot):
 
 def _ring(chips, shapes, as_json):
     from ringtide.bench import ring
+    from ringtide.bench.compile import CompileError
 
     cases = _shapes(shapes or ["mask=full,seq=65536", "mask=full,seq=65536,head_dim=256,heads=16,kv_heads=4"], chips)
+    if hidden := [case.mask for case in cases if case.mask != "full"]:
+        raise click.UsageError(
+            f"--shape: mask={hidden[0]}, but --op ring prices a ring that sees everything: mask=full"
+        )
     _interpreter(peers=False)
     if not as_json:
         click.echo(ring.HEADING)
     for case in cases:
-        for row in ring.prices(case):
-            click.echo(json.dumps(row) if as_json else ring.line(row))
+        try:
+            for row in ring.prices(case):
+                click.echo(json.dumps(row) if as_json else ring.line(row))
+        except CompileError as error:
+            raise click.ClickException(f"{case.chip}, {case.pass_}: {error}") from None
 
 
 @command.command()

@@ -9,7 +9,7 @@ import click
 
 _STRATEGIES = "ring", "usp", "ulysses", "all_gather"
 _REMATS = "none", "attention", "offload", "offload-all", "full"
-_TOKENS = re.compile(r"(\d+(?:\.\d+)?)([KM]?)")
+_TOKENS = re.compile(r"([0-9]{1,10}(?:\.[0-9]{1,10})?)([KM]?)")
 
 
 @click.command("plan")
@@ -27,7 +27,7 @@ _TOKENS = re.compile(r"(\d+(?:\.\d+)?)([KM]?)")
 def command(preset, recipe, chip, topology, tokens, batch, strategies, mesh, remat, as_json, plot):
     """Compiles the training step of PRESET for a pod that need not exist, and predicts memory, step time and MFU.
 
-    Takes a minute or two a strategy. Memory is the compiler's own account; time is predicted, not measured.
+    Takes minutes a strategy. Memory is the compiler's own account; time is predicted, not measured.
     docs/plan.md says how.
     """
     for module, extra in (("libtpu", "tpu"), ("optax", "models"), ("matplotlib", "bench")):
@@ -48,10 +48,11 @@ def command(preset, recipe, chip, topology, tokens, batch, strategies, mesh, rem
 
     from ringtide.bench import plan
     from ringtide.bench.compile import CompileError
+    from ringtide.cli.train import axes_of
     from ringtide.models import BadInput, llama, sharding
 
     if preset not in llama.PRESETS:
-        raise click.UsageError(f"PRESET {preset}: expected one of {', '.join(llama.PRESETS)}")
+        raise click.UsageError(f"PRESET{f' {preset}' if preset else ''}: expected one of {', '.join(llama.PRESETS)}")
     try:
         pod = plan.Pod(chip or "v5p", topology or "4x4x4")
     except BadInput as error:
@@ -63,7 +64,7 @@ def command(preset, recipe, chip, topology, tokens, batch, strategies, mesh, rem
     rows, failed = [], 0
     for strategy in strategies or _STRATEGIES:
         try:
-            axes = _axes(mesh) if mesh else plan.meshes(pod, config)[strategy]
+            axes = axes_of(mesh) if mesh else plan.meshes(pod, config)[strategy]
             parallel = sharding.Parallel(**axes, strategy=strategy)
             plan.check(pod, count, batch, parallel)
             ask = plan.longest if count is None else plan.plan
@@ -81,16 +82,6 @@ def command(preset, recipe, chip, topology, tokens, batch, strategies, mesh, rem
         _say(f"drawn: {plot}")
     if failed:
         raise click.ClickException(f"{failed} of {failed + len(rows)} strategies could not be planned")
-
-
-def _axes(text):
-    """{axis: size} of "fsdp=16,context=4"."""
-    axes = dict(part.split("=", 1) for part in text.split(",") if "=" in part)
-    if len(axes) != text.count(",") + 1 or not all(size.isdigit() and int(size) for size in axes.values()):
-        raise click.UsageError(f"--mesh {text}: expected AXIS=SIZE,... of data, fsdp, ulysses, context")
-    if unknown := set(axes) - {"data", "fsdp", "ulysses", "context"}:
-        raise click.UsageError(f"--mesh {text}: there is no axis {', '.join(sorted(unknown))}")
-    return {axis: int(size) for axis, size in axes.items()}
 
 
 def _tokens(text):

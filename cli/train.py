@@ -14,7 +14,8 @@ class _Group(click.Group):
     """A recipe says which model: `train --recipe NAME` is `train llama --recipe NAME`."""
 
     def parse_args(self, ctx, args):
-        return super().parse_args(ctx, ["llama", *args] if args and args[0].startswith("--recipe") else args)
+        options = args and args[0].startswith("--") and args[0] != "--help"
+        return super().parse_args(ctx, ["llama", *args] if options else args)
 
 
 @click.group("train", cls=_Group)
@@ -90,6 +91,8 @@ def llama(out, recipe, scale_down, resume, coordinator, processes, process_id, *
         given = _DEMO | given
     parallel = _parallel(_saved(out) if resume else {}, *over)
     total = math.prod(parallel.get(axis, 1) for axis in _AXES)
+    if coordinator and given.get("demo"):
+        raise click.ClickException("--demo: is for one process; leave it or --coordinator out")
     several = {"--coordinator": coordinator, "--processes": processes, "--process-id": process_id}
     missing = [name for name, value in several.items() if value is None]
     if 0 < len(missing) < 3:
@@ -175,19 +178,22 @@ def _saved(out):
 
 def _parallel(saved, devices, mesh, strategy, remat):
     """The fields of a Parallel: what was saved, less what the user chose otherwise."""
+    chosen = strategy is not None
     if devices and mesh is not None:
         raise click.ClickException(f"--devices {devices}: leave it out, --mesh {mesh} says how many")
     axes = {axis: saved[axis] for axis in _AXES if axis in saved}
     if mesh is not None:
-        axes = _axes_of(mesh)
+        axes = axes_of(mesh)
     elif devices:
         axes = {"context": devices}
     both = axes.get("ulysses", 1) > 1 and axes.get("context", 1) > 1
-    strategy = strategy or saved.get("strategy", "usp" if both else "ring")
+    strategy = strategy or saved.get("strategy", "ring")
+    if both and not chosen and strategy not in ("usp", "auto"):  # what it was on one axis
+        strategy = "usp"
     return {**axes, "strategy": strategy, "remat": remat or saved.get("remat", "none")}
 
 
-def _axes_of(mesh):
+def axes_of(mesh):
     """{"fsdp": 2, "context": 4} of "fsdp=2,context=4"."""
     parts = [re.fullmatch(rf"\s*({'|'.join(_AXES)})=([1-9][0-9]{{0,6}})\s*", part) for part in mesh.split(",")]
     axes = {part[1]: int(part[2]) for part in parts if part}

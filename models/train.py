@@ -1,9 +1,10 @@
 """Training a Llama with its sequence over a mesh of devices, in a run that can be killed at any moment.
 
-Tokens [B, T] are laid out in zigzag over the devices of a sequence: each holds T / shards of it. Everything but
-attention acts on each token by itself; attention passes keys and values around. How parameters lie, and how they come
-to the tokens, is in sharding.py. Each step is a function of (state, seed, step), so a run that was killed and resumed
-gives, on the same devices, bitwise the losses of one that was not; on others, the same to rounding.
+Tokens [B, T] are laid out over the devices of a sequence, each holds T / shards of it: in zigzag, or with Ulysses in
+order. Everything but attention acts on each token by itself; attention passes keys and values around. How parameters
+lie, and how they come to the tokens, is in sharding.py. Each step is a function of (state, seed, step), so a run that
+was killed and resumed gives, on the same devices, bitwise the losses of one that was not; on others, the same to
+rounding.
 """
 
 import contextlib

@@ -260,6 +260,29 @@ def test_empty_sequences(strategy, t, s):
     assert not any(x.any() for x in grads)
 
 
+@pytest.mark.parametrize(("strategy", "devices"), [("ring", (4,)), ("usp", (2, 2))])
+def test_under_x64(strategy, devices):
+    """Where JAX makes float64 of what is not said to be float32."""
+    axes = ("ulysses", "context")[-len(devices) :]
+    mesh = mesh_of(devices, axes)
+    how = {"mesh": mesh, "seq_axis": axes, "strategy": strategy, "mask": Causal()}
+    x = jax.ShapeDtypeStruct((1, 16, 2, 8), jnp.float32)
+    loss = lambda q, k, v: context_parallel_attention(q, k, v, **how).sum()
+    with jax.enable_x64(True):
+        grads = jax.eval_shape(jax.grad(loss, (0, 1, 2)), x, x, x)
+    assert all(dx.dtype == jnp.float32 for dx in grads)
+
+
+@pytest.mark.parametrize(("t", "s", "devices"), [(4, 4, 4), (2, 2, 2), (12, 4, 4)])
+def test_a_single_key_has_no_halves(t, s, devices):
+    mesh = mesh_of((devices,), ("context",))
+    rng = np.random.default_rng(0)
+    q, k, v = (rng.normal(size=(1, n, 1, 8)).astype(np.float32) for n in (t, s, s))
+    how = {"mesh": mesh, "seq_axis": "context", "strategy": "ring", "bidirectional": True}
+    out = jax.jit(lambda *x: context_parallel_attention(*x, mask=Causal(), **how))(q, k, v)
+    np.testing.assert_allclose(out, attention(q, k, v, mask=Causal()), atol=2e-6)
+
+
 @pytest.mark.parametrize(
     ("n", "n_kv", "devices", "expected"),
     [
@@ -320,7 +343,7 @@ def test_shard_and_unshard_are_inverse(layout):
         ({"mesh": "context"}, TypeError, "mesh: expected a jax.sharding.Mesh, got str"),
         ({"layout": "zigzag"}, ValueError, "sequence length 50 .* pad it to 56"),
         ({"strategy": "spiral"}, ValueError, "strategy: expected auto, all_gather, ring, ulysses, usp, got 'spiral'"),
-        ({"strategy": "usp"}, ValueError, "seq_axis: usp does not work over 1 mesh axes.*name two, .ulysses, ring."),
+        ({"strategy": "usp"}, ValueError, "seq_axis: usp does not work over one, .*name two, .ulysses, ring."),
         (
             {"seq_axis": ("context", "time")},
             ValueError,
@@ -331,6 +354,8 @@ def test_shard_and_unshard_are_inverse(layout):
             ValueError,
             "bidirectional: ulysses has no ring, ring and usp do: leave it out",
         ),
+        ({"seq_axis": ("context", "context"), "strategy": "usp"}, ValueError, "'context' is named twice"),
+        ({"batch_axis": "context"}, ValueError, "seq_axis, head_axis, batch_axis: 'context' is named twice"),
         ({"seq_axis": ()}, ValueError, "seq_axis: expected the name of a mesh axis, or two"),
         ({"head_axis": "context"}, ValueError, "head_axis: heads of query and key, 3 and 1, must divide by 4"),
         ({"batch_axis": ("context",)}, ValueError, "batch_axis: batch, 1, must divide by 4, the size of .'context',."),

@@ -134,6 +134,11 @@ class Call:
             raise ValueError(reason)
         self.ring = mesh.shape[self.axes[-1]]  # devices along the axis that a ring goes around
         self.heads, self.batch = _extent("head_axis", mesh, head_axis), _extent("batch_axis", mesh, batch_axis)
+        used = [*self.axes, *_names(head_axis), *_names(batch_axis)]
+        if twice := [axis for axis in used if used.count(axis) > 1]:
+            raise ValueError(
+                f"seq_axis, head_axis, batch_axis: {twice[0]!r} is named twice: each axis shards one thing"
+            )
         for name, axis, size, what, lengths in (
             ("head_axis", head_axis, self.heads, "heads of query and key", (query.shape[2], key.shape[2])),
             ("batch_axis", batch_axis, self.batch, "batch", (query.shape[0],)),
@@ -151,8 +156,8 @@ class Call:
     def refuses(self, strategy):
         """Why a strategy cannot serve the call, and the cure; None if it can."""
         if (strategy == "usp") != (len(self.axes) == 2):
-            cure = "name one" if len(self.axes) == 2 else "name two, (ulysses, ring)"
-            return f"seq_axis: {strategy} does not work over {len(self.axes)} mesh axes, got {self.axes!r}: {cure}"
+            over, cure = ("two", "name one") if len(self.axes) == 2 else ("one", "name two, (ulysses, ring)")
+            return f"seq_axis: {strategy} does not work over {over}, got {self.axes!r}: {cure}"
         if self.bidirectional and strategy not in RINGS:
             return f"bidirectional: {strategy} has no ring, {' and '.join(RINGS)} do: leave it out"
         return None
@@ -184,7 +189,7 @@ class Call:
     def rings(self):
         """(streams, pieces) of the rings along the last axis: the hops that are made, and how to tell an empty one."""
         see = self.sees()
-        streams = hops.streams(see.any(0), self.bidirectional)
+        streams = hops.streams(see.any(0), self.bidirectional and self.lengths[1] > self.ring)  # one key has no halves
         made = [x.step * hop % self.ring for x in streams for hop in range(1, x.hops + 1)]
         known = self.where.q_seg is None and not (self.given and self.mask != Full())
         pieces = self.shards // self.ring * layouts.PIECES[self.layout]
@@ -226,8 +231,11 @@ def _where_specs(where, seq_axis, head_axis, batch_axis):
 
 def _extent(name, mesh, axis):
     """The devices along `axis`: a name, a tuple of names, or None."""
-    names = () if axis is None else axis if isinstance(axis, tuple) else (axis,)
-    return math.prod(_axis_size(name, mesh, axis) for axis in names)
+    return math.prod(_axis_size(name, mesh, axis) for axis in _names(axis))
+
+
+def _names(axis):
+    return () if axis is None else axis if isinstance(axis, tuple) else (axis,)
 
 
 def _axis_size(name, mesh, axis):

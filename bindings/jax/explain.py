@@ -6,7 +6,8 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
-from ringtide.jax.attention import check
+from ringtide.jax import dispatch
+from ringtide.jax.attention import check, numbers
 from ringtide.jax.context_parallel import COVERED, STRATEGIES, Call
 from ringtide.kernels.context.hops import Stream
 from ringtide.kernels.context.ulysses import heads_over
@@ -104,6 +105,8 @@ def explain(
     query, key, value, where = jax.eval_shape(look, *leaves)
     how = strategy, bidirectional, layout, query, key, checked[0], where
     call = Call(mesh, seq_axis, head_axis, batch_axis, *how)
+    numbers(query, scale, logits_soft_cap)
+    dispatch.names("attention", implementation)
     plans = {name: _plan(call, name, query, key, value) for name in STRATEGIES}
     chosen = plans.pop(call.strategy)
     rule = _rule(call) if strategy == "auto" else "as asked for"

@@ -15,15 +15,19 @@ WAYS = (  # strategy, bidirectional, devices along the axes
 
 
 def drawn(context_parallel_attention):
-    """`whole`, in a way that is drawn from the shapes of a call: strategy, layout, devices. The same shapes, the same.
+    """`whole`, in a way that is drawn from the shapes of a call: strategy, layout, devices. The same shapes, the same,
+    of as many devices as there are.
 
     The function's `way(case)` says which it is for an AttentionCase.
     """
     of = functools.cache(lambda how: whole(context_parallel_attention, **dict(how)))
 
     def draw(*shape):
+        import jax
+
         rng = random.Random(repr(shape))
-        strategy, bidirectional, devices = rng.choice(WAYS)
+        at_hand = len(jax.devices())
+        strategy, bidirectional, devices = rng.choice([way for way in WAYS if math.prod(way[2]) <= at_hand])
         how = {
             "strategy": strategy,
             "bidirectional": bidirectional,

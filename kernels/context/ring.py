@@ -186,7 +186,7 @@ class Ring(NamedTuple):
 
 def begin(out, lse):
     """The results of some keys, [..., H] and [...] in float32, as (acc, m, l): out = acc / l, lse = m + log l."""
-    return out, lse, jnp.where(lse == -jnp.inf, 0.0, 1.0)  # nothing visible
+    return out, lse, (lse > -jnp.inf).astype(lse.dtype)  # 0: nothing visible
 
 
 def merge(a, out, lse):
