@@ -357,7 +357,7 @@ def test_shard_and_unshard_are_inverse(layout):
         ({"seq_axis": ("context", "context"), "strategy": "usp"}, ValueError, "'context' is named twice"),
         ({"batch_axis": "context"}, ValueError, "seq_axis, head_axis, batch_axis: 'context' is named twice"),
         ({"seq_axis": ()}, ValueError, "seq_axis: expected the name of a mesh axis, or two"),
-        ({"batch_axis": ("context",)}, ValueError, "batch_axis: batch, 1, must divide by 4, the size of .'context',."),
+        ({"batch_axis": ("context",)}, ValueError, "'context' is named twice"),
         ({"batch_axis": ("data",)}, ValueError, "batch_axis: expected one of the mesh's axes, context, got 'data'"),
     ],
 )
@@ -373,5 +373,5 @@ def test_refusals(change, error, message):
 )
 def test_what_an_axis_does_not_divide(axis, what):
     mesh, x = mesh_of((2, 2), ("context", "other")), jnp.ones((1, 50, 3, 8))
-    with pytest.raises(ValueError, match=f"{axis}: {what}, must divide by 2"):
-        context_parallel_attention(x, x[:, :, :1], x[:, :, :1], mesh=mesh, seq_axis="context", **{axis: "other"})
+    with pytest.raises(ValueError, match=f"{axis}: {what}, must divide by 2, the size of .'other',."):
+        context_parallel_attention(x, x[:, :, :1], x[:, :, :1], mesh=mesh, seq_axis="context", **{axis: ("other",)})
