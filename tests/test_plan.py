@@ -19,6 +19,7 @@ from ringtide.bench.case import Case
 from ringtide.bench.compile import environment
 from ringtide.bench.hlo import Program
 from ringtide.cli import main
+from ringtide.cli import plan as cli
 from ringtide.kernels import layouts
 from ringtide.models import BadInput, llama, sharding
 
@@ -193,6 +194,11 @@ def test_bad_input_gets_one_line(arguments, message):
     done = CliRunner().invoke(main, ["plan", *arguments])
     assert done.exit_code in (1, 2)
     assert message in " ".join(done.output.split())
+
+
+def test_the_command_knows_what_there_is():
+    assert {*cli._STRATEGIES, "auto"} == set(sharding.STRATEGIES)
+    assert set(cli._REMATS) == set(plan.REMATS) == set(llama.REMAT)
 
 
 @needs_libtpu
