@@ -81,9 +81,9 @@ def plans(path, rows, title):
             memory.vlines(limit, i + shift - 0.15, i + shift + 0.15, color="black", linewidth=1.5)
     time.set_yticks(at, names, fontsize=8)
     time.invert_yaxis()
-    time.margins(x=0.18)
+    time.margins(x=0.22)
     time.set_xlabel("seconds a step (predicted)")
-    memory.set_xlabel("GiB a device, of HBM and of the host; marks: what there is")
+    memory.set_xlabel("GiB a device: HBM, host; marks: limits")
     for axes in (time, memory):
         axes.grid(axis="x", color="#dddddd", linewidth=0.6)
         axes.set_axisbelow(True)
