@@ -246,18 +246,7 @@ def _forward_kernel(
             ready[0] = (jnp.min(m[...]) > -jnp.inf).astype(jnp.int32)
             stale[0] = 1
 
-            def step(x, at):
-                j = last - x
-                pl.when(careful)(lambda: start(j, at))
-                for copy in copies(j, at):
-                    copy.wait()
-                pl.when(~careful & (j > first))(lambda: start(j - 1, 1 - at))
-                pl.when(~careful & (j == first) & following)(lambda: start(hi[row + 1] - 1, 1 - at))
-                key_block(at, j, careful)
-                return jnp.where(careful, at, 1 - at)
-
-            after = lax.fori_loop(0, last - first + 1, step, jnp.where(careful, 1 - state[0], state[0]))
-            state[0] = jnp.where(careful, 1 - after, after)
+            splash.walk(first, last, careful, following, lambda: hi[row + 1] - 1, state, copies, start, key_block)
 
             @pl.when(~careful)
             def _():

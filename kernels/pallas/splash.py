@@ -173,20 +173,8 @@ def _kernel(
         acc[...] = jnp.zeros_like(acc)
         ready[0] = 0
 
-        def step(x, at):
-            j = last - x
-            pl.when(careful)(lambda: start(j, at))
-            for copy in copies(j, at):
-                copy.wait()
-            pl.when(~careful & (j > first))(lambda: start(j - 1, 1 - at))
-            row = b * cut.nq + jnp.minimum(i + 1, cut.nq - 1)
-            pl.when(~careful & (j == first) & (i + 1 < cut.nq))(lambda: start(hi[row] - 1, 1 - at))
-            key_block(at, j, careful)
-            return jnp.where(careful, at, 1 - at)
-
-        # The slot that now holds, or awaits, the next query block's first keys is not touched by a second attempt.
-        after = lax.fori_loop(0, last - first + 1, step, jnp.where(careful, 1 - slot[0], slot[0]))
-        slot[0] = jnp.where(careful, 1 - after, after)
+        following = lambda: hi[b * cut.nq + jnp.minimum(i + 1, cut.nq - 1)] - 1
+        walk(first, last, careful, i + 1 < cut.nq, following, slot, copies, start, key_block)
         out, lse = result(m, l, acc)
 
         @pl.when(~careful)
@@ -220,6 +208,28 @@ def loads(cut, streams, arrived):
             copy.start()
 
     return copies, start
+
+
+def walk(first, last, careful, more, following, slot, copies, start, key_block):
+    """key_block for each of the key blocks from `last` down to `first`, each of them loaded during the one before.
+
+    During the last one, if there are `more`, key block following() of the next query block is loaded. A `careful` walk,
+    the second one of a query block, loads late, into the other slot: the one that slot[0] names, where the next query
+    block's first keys now are or arrive, is not touched.
+    """
+
+    def step(x, at):
+        j = last - x
+        pl.when(careful)(lambda: start(j, at))
+        for copy in copies(j, at):
+            copy.wait()
+        pl.when(~careful & (j > first))(lambda: start(j - 1, 1 - at))
+        pl.when(~careful & (j == first) & more)(lambda: start(following(), 1 - at))
+        key_block(at, j, careful)
+        return jnp.where(careful, at, 1 - at)
+
+    after = lax.fori_loop(0, last - first + 1, step, jnp.where(careful, 1 - slot[0], slot[0]))
+    slot[0] = jnp.where(careful, 1 - after, after)
 
 
 def tile_code(
