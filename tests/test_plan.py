@@ -2,7 +2,6 @@
 
 import json
 from functools import partial
-from importlib.util import find_spec
 
 import jax
 import jax.numpy as jnp
@@ -16,20 +15,15 @@ from jax.sharding import PartitionSpec as P
 
 from ringtide.bench import plan, splash
 from ringtide.bench.case import Case
-from ringtide.bench.compile import environment
 from ringtide.bench.hlo import Program
 from ringtide.cli import main
 from ringtide.cli import plan as cli
 from ringtide.kernels import layouts
 from ringtide.models import BadInput, llama, sharding
 
-needs_libtpu = pytest.mark.skipif(find_spec("libtpu") is None, reason="libtpu, the TPU compiler, is not installed")
 
-
-@needs_libtpu
-def test_what_a_program_sends(monkeypatch):
-    for name, value in environment("").items():
-        monkeypatch.setenv(name, value)
+@pytest.mark.usefixtures("tpu_compiler")
+def test_what_a_program_sends():
     devices = topologies.get_topology_desc(platform="tpu", topology_name="v5p:2x2x1").devices
     mesh = Mesh(np.array(devices), ("x",))
 
@@ -189,7 +183,7 @@ def test_what_a_mesh_cannot_hold_is_refused(change, message):
         (["llama-tiny", "--plot", "nowhere/x.png"], "--plot nowhere/x.png: expected a .png"),
     ],
 )
-@needs_libtpu
+@pytest.mark.usefixtures("tpu_compiler")
 def test_bad_input_gets_one_line(arguments, message):
     done = CliRunner().invoke(main, ["plan", *arguments])
     assert done.exit_code in (1, 2)
@@ -201,7 +195,7 @@ def test_the_command_knows_what_there_is():
     assert set(cli._REMATS) == set(plan.REMATS) == set(llama.REMAT)
 
 
-@needs_libtpu
+@pytest.mark.usefixtures("tpu_compiler")
 def test_a_small_plan(tmp_path):
     picture = tmp_path / "plan.png"
     arguments = ["llama-micro", "--topology", "2x2x1", "--tokens", "16K", "--strategy", "ring", "--json"]

@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-from importlib.util import find_spec
 
 import pytest
 from click.testing import CliRunner
@@ -10,7 +9,6 @@ from jax.experimental import topologies
 
 from ringtide import recipes
 from ringtide.bench import plan
-from ringtide.bench.compile import environment
 from ringtide.cli import main
 from ringtide.models import llama, sharding, train, weights
 
@@ -31,11 +29,9 @@ def test_a_recipe_is_whole(name):
     assert name == f"{recipe.chip}-{tokens}{'-finetune' if recipe.finetune else ''}"
 
 
-@pytest.mark.skipif(find_spec("libtpu") is None, reason="libtpu, which knows the pods, is not installed")
-def test_every_mesh_lies_on_its_pod(monkeypatch):
+@pytest.mark.usefixtures("tpu_compiler")
+def test_every_mesh_lies_on_its_pod():
     """Eight devices on a torus of 4 x 4 x 4 chips are one and a half of its sides."""
-    for name, value in environment("").items():
-        monkeypatch.setenv(name, value)
     wanted = [(recipe.chip, recipe.topology, recipe.mesh) for recipe in map(recipes.load, recipes.NAMES)]
     for chip in ("v5p", "tpu7x"):
         wanted += [(chip, "4x4x4", mesh) for mesh in plan.meshes(plan.Pod(chip, "4x4x4"), llama.Config()).values()]

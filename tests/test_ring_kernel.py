@@ -8,7 +8,6 @@ import json
 import os
 import subprocess
 import sys
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -106,11 +105,7 @@ def test_a_wait_that_is_dropped_is_seen(drop, pass_, eager):
     assert without["races"] if eager else max(errors) > 0.1
 
 
-TPU = pytest.mark.skipif(find_spec("libtpu") is None, reason="libtpu, the TPU compiler, is not installed")
-ABSENT = {"TPU_SKIP_MDS_QUERY": "1", "TPU_WORKER_HOSTNAMES": "localhost", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
-
-
-@TPU
+@pytest.mark.usefixtures("tpu_compiler")
 @pytest.mark.parametrize(("chip", "devices"), [("tpu7x", 8), ("v5p", 4)])
 @pytest.mark.parametrize("pass_", ["forward", "backward"])
 def test_the_tpu_compiler_takes_it(chip, devices, pass_):
@@ -120,7 +115,7 @@ def test_the_tpu_compiler_takes_it(chip, devices, pass_):
     assert ask("ringtide.bench.ring:compiled", {"case": case, "way": "kernel"})["devices"] == devices
 
 
-@TPU
+@pytest.mark.usefixtures("tpu_compiler")
 @pytest.mark.parametrize(
     ("chip", "how", "kernel"),
     [
@@ -130,7 +125,7 @@ def test_the_tpu_compiler_takes_it(chip, devices, pass_):
         ("v5p", {}, "splash"),  # two cores a device
     ],
 )
-def test_which_ring_a_chip_takes(chip, how, kernel, monkeypatch):
+def test_which_ring_a_chip_takes(chip, how, kernel):
     import jax
     import jax.numpy as jnp
     import numpy as np
@@ -139,8 +134,6 @@ def test_which_ring_a_chip_takes(chip, how, kernel, monkeypatch):
     from ringtide import Causal, context_parallel_attention
     from ringtide.bench.chips import CHIPS
 
-    for name, value in ABSENT.items():
-        monkeypatch.setenv(name, value)
     devices = topologies.get_topology_desc(platform="tpu", topology_name=CHIPS[chip].topology).devices
     mesh = jax.sharding.Mesh(np.array(devices), ("context",))
     attend = lambda q: context_parallel_attention(

@@ -5,7 +5,6 @@ In the scheduled program a permute is two instructions, a start and a done; what
 
 import functools
 import re
-from importlib.util import find_spec
 
 import jax
 import jax.numpy as jnp
@@ -21,21 +20,16 @@ from ringtide.jax import dispatch
 from ringtide.kernels.masks import Where
 from ringtide.kernels.pallas import splash
 
-pytestmark = pytest.mark.skipif(find_spec("libtpu") is None, reason="libtpu, the TPU compiler, is not installed")
+pytestmark = pytest.mark.usefixtures("tpu_compiler")
 
 TOPOLOGY = {"v5p": {4: "v5p:2x2x1", 8: "v5p:2x2x2"}, "tpu7x": {4: "tpu7x:2x2x1", 8: "tpu7x:2x2x1"}}
 SHARD, N, N_KV, H = 16384, 8, 2, 128  # with little to send, the compiler finds enough else to do meanwhile
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _no_tpu():
-    """For libtpu beside others of its kind, on a machine without a TPU."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TPU_SKIP_MDS_QUERY", "1")
-        patch.setenv("TPU_WORKER_HOSTNAMES", "localhost")
-        patch.setenv("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
-        patch.setitem(dispatch.RINGS, "attention", {})  # by permutes, also where one kernel goes around by itself
-        yield
+@pytest.fixture(autouse=True)
+def _by_permutes(monkeypatch):
+    """Also where one kernel goes around by itself."""
+    monkeypatch.setitem(dispatch.RINGS, "attention", {})
 
 
 def mesh_of(chip, devices):

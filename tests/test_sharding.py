@@ -3,7 +3,6 @@
 import dataclasses
 import math
 import re
-from importlib.util import find_spec
 
 import click
 import jax
@@ -256,15 +255,12 @@ def test_the_presets_are_those_of_the_paper_and_of_the_published_recipe():
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(find_spec("libtpu") is None, reason="libtpu, the TPU compiler, is not installed")
+@pytest.mark.usefixtures("tpu_compiler")
 @pytest.mark.parametrize(("remat", "offloaded"), [("attention", 0), ("offload", 1), ("offload-all", 2)])
-def test_the_step_compiles_for_a_pod_and_offloads_what_it_says(remat, offloaded, monkeypatch):
+def test_the_step_compiles_for_a_pod_and_offloads_what_it_says(remat, offloaded):
     """By the compiler's account, for v5p: as many [B, T, D] a layer in the host's memory."""
     from jax.experimental import topologies
 
-    for name, value in (("TPU_SKIP_MDS_QUERY", "1"), ("TPU_WORKER_HOSTNAMES", "localhost")):
-        monkeypatch.setenv(name, value)
-    monkeypatch.setenv("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
     config = dataclasses.replace(CONFIG, dim=256, ff_dim=512, heads=2, kv_heads=1, head_dim=128)
     parallel = Parallel(context=4, remat=remat)
     mesh = make_mesh(parallel, topologies.get_topology_desc(platform="tpu", topology_name="v5p:2x2x1").devices)

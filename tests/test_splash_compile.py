@@ -1,7 +1,6 @@
 """The splash kernels through the real TPU compiler, for chips that are not there: pairs of features in few kernels."""
 
 import itertools
-from importlib.util import find_spec
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +12,7 @@ from ringtide.bench.compile import compile_for
 from ringtide.kernels.masks import Where, as_mask
 from ringtide.kernels.pallas import splash
 
-pytestmark = pytest.mark.skipif(find_spec("libtpu") is None, reason="libtpu, the TPU compiler, is not installed")
+pytestmark = pytest.mark.usefixtures("tpu_compiler")
 
 MASKS = {
     "causal": Causal(),
@@ -81,16 +80,6 @@ def test_every_pair_is_in_the_table():
     for name in WIDE:
         assert {row[name] for row in TABLE} == set(COLUMNS[name])
     assert len(TABLE) <= 32
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _no_tpu():
-    """For libtpu beside others of its kind, on a machine without a TPU."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TPU_SKIP_MDS_QUERY", "1")
-        patch.setenv("TPU_WORKER_HOSTNAMES", "localhost")
-        patch.setenv("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
-        yield
 
 
 def compile_row(row):
