@@ -1,0 +1,131 @@
+"""One core as it runs a kernel: it does each instruction at once, in order, and writes down what it did.
+
+The record is a graph. Each instruction keeps the bytes it read and wrote, those it must follow (it reads what they
+wrote, or overwrites what they read or wrote), what it costs, and how to do it again: from that come the schedule
+(schedule.py), the memory alive at each moment (capacity.py), and the same program in other orders (orders.py).
+"""
+
+import os
+import sys
+import threading
+from dataclasses import dataclass, field
+
+from ringtide.kernels.nki.simulator import cost, memory
+from ringtide.kernels.nki.simulator.errors import HazardError, NkiSimError
+from ringtide.kernels.nki.simulator.memory import Storage
+
+_here = threading.local()
+_INSIDE = os.path.dirname(__file__)
+
+
+@dataclass(slots=True)
+class Instruction:
+    """What was done. engine: "PE", "DVE", "ACT", "POOL" or "DMA"."""
+
+    index: int
+    op: str
+    engine: str
+    us: float  # on its engine; of a DMA the transfer, all sixteen queues together
+    run: object  # does it again, on the same memory
+    after: tuple  # indices of those it must follow
+    reads: tuple  # (Storage, Region)
+    writes: tuple
+    line: str  # file:line in the kernel
+    loop: tuple  # which turns of which loops it belongs to: ((loop, turn), ...)
+    ordered: int  # all instructions of the same no_reorder block have its number; 0: none
+    cycles: float = 0.0
+    nbytes: int = 0
+    facts: dict = field(default_factory=dict)  # what the cost was figured from; shapes and dtypes for the trace
+
+
+@dataclass
+class Options:
+    """How to simulate. relative noise on activations (perturb), sums of matmuls in float64 (exact), subnormals flushed
+    to zero (flush), the largest argument that an exp may have (exp_limit), what SBUF holds in bytes a partition."""
+
+    perturb: float = 0.0
+    exact: bool = False
+    flush: bool = False
+    exp_limit: float | None = None
+    sbuf_bytes: int = memory.SBUF_BYTES
+    seed: int = 0
+
+
+class Machine:
+    """The state of one core. `core` of `cores`; HBM that is `shared` belongs to all of them."""
+
+    def __init__(self, core=0, cores=1, options=None, shared=None):
+        self.core, self.cores, self.options = core, cores, options or Options()
+        self.shared = shared  # launch.Shared: HBM and barriers of all cores
+        self.instructions, self.storages, self.loop = [], [], ()
+        self.ordered = 0
+        self.ranges = {}  # activation -> (least, greatest argument)
+        self.registers = {}  # engine -> Storage of its accumulators
+
+    def allocate(self, name, space, rows, row_bytes, **options) -> Storage:
+        storage = Storage(name, space, rows, row_bytes, scope=self.loop[-1] if self.loop else None, **options)
+        self.storages.append(storage)
+        return storage
+
+    def issue(self, op, engine, run, reads=(), writes=(), **facts):
+        """Does one instruction and records it.
+
+        run: a function without arguments that reads and writes the operands' memory. reads, writes: views (with
+        `storage` and `region()`). facts: what the cost table needs, see cost.py.
+        """
+        index = len(self.instructions)
+        reads = (*reads, *(source for x in (*reads, *writes) for source in x.dynamic))  # where an address came from
+        reads, writes = tuple((x.storage, x.region()) for x in reads), tuple((x.storage, x.region()) for x in writes)
+        for storage, _ in (*reads, *writes):
+            if storage.scope is not None and storage.scope not in self.loop:
+                raise HazardError(
+                    f"{op}: {storage.name!r} was made inside a loop and is used outside it: allocate it before the loop"
+                )
+        run()
+        after = self._order(index, reads, writes)
+        us, cycles, nbytes = cost.price(op, engine, facts)
+        made = Instruction(
+            index, op, engine, us, run, after, reads, writes, where(), self.loop, self.ordered, cycles, nbytes, facts
+        )
+        self.instructions.append(made)
+        return made
+
+    def _order(self, index, reads, writes):
+        after = set()
+        for storage, region in reads:
+            after.update(i for there, i, wrote in storage.accesses if wrote and there.overlaps(region))
+        for storage, region in writes:
+            after.update(i for there, i, _ in storage.accesses if there.overlaps(region))
+        for storage, region in writes:
+            storage.accesses = [x for x in storage.accesses if not region.covers(x[0])]
+            storage.accesses.append((region, index, True))
+        for storage, region in reads:
+            if not storage.constant:
+                storage.accesses.append((region, index, False))
+        for storage, _ in (*reads, *writes):
+            storage.first = index if storage.first is None else storage.first
+            storage.last = index
+        after.discard(index)
+        return tuple(sorted(after))
+
+
+def current() -> Machine:
+    """The machine that this thread's kernel runs on."""
+    machine = getattr(_here, "machine", None)
+    if machine is None:
+        raise NkiSimError("nki operations run inside a kernel: call it, or ringtide.nki.simulate(kernel)(*arrays)")
+    return machine
+
+
+def enter(machine):
+    """Makes `machine` (or None) the thread's current one; returns the one before."""
+    before, _here.machine = getattr(_here, "machine", None), machine
+    return before
+
+
+def where() -> str:
+    """file:line of the innermost frame outside the simulator."""
+    frame = sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename.startswith(_INSIDE):
+        frame = frame.f_back
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}" if frame else "?"
