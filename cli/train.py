@@ -111,9 +111,9 @@ def llama(out, recipe, scale_down, resume, coordinator, processes, process_id, *
                 link = join(
                     coordinator, processes, process_id, {"out": str(out), "resume": resume, **given, **parallel}
                 )
-            from ringtide.models import train
+            from ringtide.models import sharding, train
 
-            summary = train.run(out, given, train.Parallel(**parallel), resume, say, progress, link)
+            summary = train.run(out, given, sharding.Parallel(**parallel), resume, say, progress, link)
             link.leave()
         except BadInput as error:
             link.fail(str(error))

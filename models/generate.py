@@ -9,8 +9,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ringtide.models import BadInput, checkpoint, line, llama, train, weights
+from ringtide.models import BadInput, checkpoint, line, llama, run_folder, train, weights
 from ringtide.models.data import load_tokenizer
+from ringtide.models.sharding import Parallel, make_mesh
 
 
 class Bytes:
@@ -56,9 +57,9 @@ def load(folder, tokenizer=None, warn=print):
         raise BadInput(f"--ckpt {folder}: {line(error)}") from None
     ready = False  # was it trained on ready-made tokens?
     if "run.json" in names:
-        settings, config = train.read_run(folder)
-        alone = train.Parallel()
-        trainer = train.Trainer(config, settings, alone, train.make_mesh(alone))
+        _, settings, config = run_folder.read(folder)
+        alone = Parallel()
+        trainer = train.Trainer(config, settings, alone, make_mesh(alone))
         found = checkpoint.restore(folder / "checkpoints", trainer.like(), warn, owner=False)
         if found is None:
             raise BadInput(f"--ckpt {folder}: no checkpoint yet")

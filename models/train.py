@@ -9,10 +9,7 @@ rounding.
 
 import contextlib
 import dataclasses
-import hashlib
-import json
 import math
-import re
 import signal
 import time
 from pathlib import Path
@@ -26,45 +23,11 @@ from jax.sharding import PartitionSpec as P
 
 import ringtide
 from ringtide.kernels import layouts
-from ringtide.models import BadInput, checkpoint, llama, plot, sharding, weights
+from ringtide.models import BadInput, checkpoint, llama, plot, run_folder, sharding, weights
 from ringtide.models import data as data_module
 from ringtide.models.processes import Alone
+from ringtide.models.run_folder import Settings
 from ringtide.models.sharding import Parallel, make_mesh
-
-_CHOICES = {"preset": tuple(llama.PRESETS), "dtype": ("float32", "bfloat16")}
-
-
-@dataclasses.dataclass(frozen=True)
-class Settings:
-    """What defines a run: kept in run.json, a resumed run cannot change it. `ringtide train llama -h` explains each."""
-
-    preset: str = "llama-tiny"
-    data: str | None = None
-    tokenizer: str | None = None
-    init: str | None = None
-    seq: int = 1024
-    batch: int = 1
-    steps: int = 1000
-    lr: float = 3e-3
-    warmup: int = 20
-    seed: int = 0
-    dtype: str = "float32"
-    val_every: int = 100
-    val_windows: int = 4
-    ckpt_every: int = 100
-    demo: bool = False
-
-    def __post_init__(self):
-        for field in dataclasses.fields(self):
-            name, kind, value = field.name, field.type, getattr(self, field.name)
-            if kind is float:
-                fits = type(value) in (int, float) and 0 < value < math.inf
-            elif kind is int:
-                fits = type(value) is int and value >= (0 if name in ("warmup", "seed") else 1)
-            else:
-                fits = isinstance(value, kind) and value in _CHOICES.get(name, (value,))
-            if not fits:
-                raise BadInput(f"--{name.replace('_', '-')}: {value!r} is not possible")
 
 
 class Trainer:
@@ -196,7 +159,7 @@ def run(out, given: dict, parallel: Parallel, resume: bool = False, say=print, p
 def _begin(out, given, parallel, mesh, say, link):
     """(Trainer, Data, initial parameters or None) of a new run. Nothing is written before all is known to be right."""
     if link.first:
-        _refuse_used(out, given)
+        run_folder.refuse_used(out, given)
     if "init" in given and "preset" in given:
         raise BadInput("--preset: the model in --init has its own shape; leave one of the two out")
     settings = Settings(**given)
@@ -208,11 +171,12 @@ def _begin(out, given, parallel, mesh, say, link):
     data = _load(settings, settings.tokenizer, say)
     config, params = _model(settings, data.vocab_size)
     trainer = Trainer(config, settings, parallel, mesh)
-    link.agree(data=data.fingerprint, model=dataclasses.asdict(config), tokenizer=_sha256(settings.tokenizer))
+    tokenizer = run_folder.sha256(settings.tokenizer)
+    link.agree(data=data.fingerprint, model=dataclasses.asdict(config), tokenizer=tokenizer)
     with checkpoint.locked(out) if link.first else contextlib.nullcontext():
         if link.first:
-            _refuse_used(out, given, replace=True)
-            _write_run(out, trainer, data.fingerprint, _sha256(settings.tokenizer))
+            run_folder.refuse_used(out, given, replace=True)
+            run_folder.write(out, settings, config, parallel, data.fingerprint, tokenizer)
         yield trainer, data, params
 
 
@@ -222,23 +186,24 @@ def _reopen(out, given, parallel, mesh, say, link):
     if not (out / "run.json").is_file():
         raise BadInput(f"--resume: no run in {out} (run.json is missing)")
     with checkpoint.locked(out) if link.first else contextlib.nullcontext():
-        saved, settings, config = _read_run(out)
-        _agree(saved["settings"], given, out)
+        saved, settings, config = run_folder.read(out)
+        run_folder.refuse_other(saved["settings"], given, out)
         ours = out / "tokenizer.json"
         tokenizer = ours if settings.tokenizer and ours.is_file() else settings.tokenizer
-        if _sha256(tokenizer) != saved.get("tokenizer_sha256"):
+        if run_folder.sha256(tokenizer) != saved.get("tokenizer_sha256"):
             raise BadInput(f"--resume: the tokenizer {tokenizer} has changed since the run began")
         data = _load(settings, tokenizer, say)
         if saved["data_fingerprint"] != data.fingerprint:
             raise BadInput(f"--resume: the data of {out} has changed since the run began")
         trainer = Trainer(config, settings, parallel, mesh)
         link.agree(run=saved)
-        before, here = {**saved["machine"], **saved["parallel"]}, {**_machine(), **dataclasses.asdict(parallel)}
+        before = {**saved["machine"], **saved["parallel"]}
+        here = {**run_folder.machine(), **dataclasses.asdict(parallel)}
         changed = [name for name in here if before.get(name) != here[name]]
         if changed and link.first:
             was, now = (", ".join(f"{name} {x.get(name)}" for name in changed) for x in (before, here))
             say(f"resumed with {now}, before {was}: the losses may differ in the last bits")
-            _write_run(out, trainer, saved["data_fingerprint"], saved["tokenizer_sha256"])
+            run_folder.write(out, settings, config, parallel, data.fingerprint, saved["tokenizer_sha256"])
         yield trainer, data, None
 
 
@@ -256,7 +221,7 @@ def _loop(out, trainer, data, params, say, progress, link):
     found = link.tell(checkpoint.find(checkpoints, say) if link.first else None)
     if found is None:
         if link.first:
-            _refuse_lost(out, settings)
+            run_folder.refuse_lost(out, settings)
         if settings.init and params is None:  # killed before its first checkpoint
             config, params = _model(settings, data.vocab_size)
             if config != trainer.config:
@@ -336,90 +301,9 @@ def mesh_equals_single(trainer, params, data) -> dict:
     }
 
 
-def read_run(out):
-    """(Settings, Config) of a run's folder."""
-    return _read_run(Path(out))[1:]
-
-
-def _refuse_used(out, given, replace=False):
-    """Refuses a folder that holds anything, except that a demo replaces the demo before it (when `replace`)."""
-    if not out.exists():
-        return
-    if not out.is_dir():
-        raise BadInput(f"--out {out}: is a file")
-    # What a kill may leave behind is nothing.
-    held = [path for path in out.iterdir() if not re.fullmatch(r"\.lock|\..*\.part|\.saving-gone-.*", path.name)]
-    begun = (out / "run.json").is_file()
-    demo = given.get("demo") and begun and _read_run(out)[1].demo
-    if held and not demo:
-        if begun and not replace:
-            with checkpoint.locked(out):  # says so if it is in use
-                pass
-        cure = "go on with --resume, or choose another folder" if begun else "choose another folder"
-        raise BadInput(f"--out {out}: already holds something; {cure}")
-    if replace:  # run.json last: until then it is a demo, which may be replaced
-        for path in sorted(held, key=lambda path: path.name == "run.json"):
-            checkpoint.remove(path)
-
-
-def _refuse_lost(out, settings):
-    """Refuses a run that had a checkpoint and has none: to start at step 0 would delete what is left of it."""
-    last = max((line["step"] for line in checkpoint.read_metrics(out / "metrics.jsonl")[0]), default=0)
-    if last > settings.ckpt_every or (out / "model").exists():
-        raise BadInput(
-            f"{out / 'checkpoints'}: no checkpoint is left, though the run came to step {last}: "
-            "put them back, or start again with another --out"
-        )
-
-
-def _read_run(out):
-    """(what run.json says, Settings, Config). Raises BadInput, one line, whatever is wrong in it."""
-    try:
-        saved = json.loads((out / "run.json").read_bytes())
-        model = dict(saved["model"])
-        if model["rope_scaling"] is not None:
-            model["rope_scaling"] = llama.Scaling(**model["rope_scaling"])
-        Parallel(**saved["parallel"])
-        if not isinstance(saved["machine"], dict) or not isinstance(saved["data_fingerprint"], str):
-            raise ValueError(f"machine {saved['machine']!r}, data_fingerprint {saved['data_fingerprint']!r}")
-        return saved, Settings(**saved["settings"]), llama.Config(**model)
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise BadInput(f"{out / 'run.json'}: not readable ({checkpoint.reason(error)})") from None
-
-
-def _write_run(out, trainer, data_fingerprint, tokenizer_sha256):
-    content = {
-        "settings": dataclasses.asdict(trainer.settings),
-        "model": dataclasses.asdict(trainer.config),
-        "data_fingerprint": data_fingerprint,
-        "tokenizer_sha256": tokenizer_sha256,
-        "parallel": dataclasses.asdict(trainer.parallel),
-        "machine": _machine(),
-    }
-    checkpoint.write_atomically(out / "run.json", json.dumps(content, indent=2) + "\n")
-
-
-def _machine():
-    return {"platform": jax.devices()[0].platform, "jax": jax.__version__}
-
-
 def _put(x, where):
     """A NumPy array that every process holds, as a global one."""
     return jax.make_array_from_callback(x.shape, where, lambda index: x[index])
-
-
-def _sha256(path):
-    return hashlib.sha256(Path(path).read_bytes()).hexdigest() if path else None
-
-
-def _agree(saved, given, out):
-    for name, value in given.items():
-        if saved.get(name) != value:
-            option = name.replace("_", "-")
-            raise BadInput(
-                f"--{option} {value}: the run in {out} has {saved.get(name)}; leave --{option} out to go on, "
-                "or start another --out"
-            )
 
 
 def _model(settings, vocab_size):

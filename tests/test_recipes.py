@@ -10,7 +10,7 @@ from jax.experimental import topologies
 from ringtide import recipes
 from ringtide.bench import plan
 from ringtide.cli import main
-from ringtide.models import llama, sharding, train, weights
+from ringtide.models import llama, run_folder, sharding, weights
 
 REHEARSED = "v5p-64k", "tpu7x-14m"  # in every test run: two axes, and one; remat to the host, and not
 
@@ -22,7 +22,7 @@ def test_a_recipe_is_whole(name):
         **recipe.mesh, strategy=recipe.train["strategy"], remat=recipe.train["remat"]
     )  # which refuses what it does not know
     plan.check(plan.Pod(recipe.chip, recipe.topology), recipe.train["seq"], recipe.train["batch"], parallel)
-    known = {field.name for field in dataclasses.fields(train.Settings)} | {"strategy", "remat"}
+    known = {field.name for field in dataclasses.fields(run_folder.Settings)} | {"strategy", "remat"}
     assert recipe.train.keys() <= known
     assert recipe.model in llama.PRESETS
     tokens = f"{recipe.train['seq'] // 1024}k" if recipe.train["seq"] < 1 << 20 else f"{recipe.train['seq'] >> 20}m"

@@ -18,7 +18,7 @@ import pytest
 from click.testing import CliRunner
 
 from ringtide.cli import main
-from ringtide.models import BadInput, checkpoint, train
+from ringtide.models import BadInput, checkpoint, run_folder, sharding
 
 TEXT = "".join(f"def f{i}(x):\n    return x * {i * i} + {i % 7}\n\n" for i in range(2000))
 STEPS = 200
@@ -421,7 +421,7 @@ def test_a_demo_is_one_until_all_of_it_is_replaced(tmp_path, done, monkeypatch):
     (demo / "run.json").write_text(json.dumps(saved))
     gone = []
     monkeypatch.setattr(checkpoint, "remove", lambda path: gone.append(path.name))
-    train._refuse_used(demo, {"demo": True}, replace=True)
+    run_folder.refuse_used(demo, {"demo": True}, replace=True)
     assert gone[-1] == "run.json"
     assert len(gone) > 3
 
@@ -458,7 +458,7 @@ def test_no_device_is_one_line(monkeypatch):
 
     monkeypatch.setattr(jax, "devices", none)
     with pytest.raises(BadInput, match=r"see JAX_PLATFORMS \(Unable to initialize backend 'bogus': Backend"):
-        train.make_mesh(train.Parallel())
+        sharding.make_mesh(sharding.Parallel())
 
 
 SMALL = ("--preset", "llama-micro", "--seq", 512, "--steps", 50)
