@@ -58,12 +58,17 @@ class Machine:
         self.core, self.cores, self.options = core, cores, options or Options()
         self.shared = shared  # launch.Shared: HBM and barriers of all cores
         self.instructions, self.storages, self.loop = [], [], ()
+        self.grid = False  # launched as kernel[n]
         self.ordered = 0
+        self.loops = self.orders = 0  # how many there have been
+        self.constants = {}  # what is loaded once: identity matrices
         self.ranges = {}  # activation -> (least, greatest argument)
         self.registers = {}  # engine -> Storage of its accumulators
 
     def allocate(self, name, space, rows, row_bytes, **options) -> Storage:
         storage = Storage(name, space, rows, row_bytes, scope=self.loop[-1] if self.loop else None, **options)
+        if storage.shared and self.shared is not None:
+            self.shared.join(self.core, storage)
         self.storages.append(storage)
         return storage
 
@@ -81,6 +86,9 @@ class Machine:
                 raise HazardError(
                     f"{op}: {storage.name!r} was made inside a loop and is used outside it: allocate it before the loop"
                 )
+        for storage, _ in writes:
+            if storage.constant:
+                self._open(storage)
         run()
         after = self._order(index, reads, writes)
         us, cycles, nbytes = cost.price(op, engine, facts)
@@ -89,6 +97,15 @@ class Machine:
         )
         self.instructions.append(made)
         return made
+
+    def _open(self, storage):
+        """An input that is about to be written: keeps what it held, and from now on who read it matters."""
+        storage.constant = False
+        held = self.shared.before(storage) if storage.shared and self.shared is not None else None
+        storage.initial = storage.data.copy() if held is None else held
+        storage.accesses = [
+            (region, x.index, False) for x in self.instructions for s, region in x.reads if s is storage
+        ]
 
     def _order(self, index, reads, writes):
         after = set()
@@ -115,6 +132,11 @@ def current() -> Machine:
     if machine is None:
         raise NkiSimError("nki operations run inside a kernel: call it, or ringtide.nki.simulate(kernel)(*arrays)")
     return machine
+
+
+def running() -> bool:
+    """Whether this thread is inside a kernel."""
+    return getattr(_here, "machine", None) is not None
 
 
 def enter(machine):

@@ -1,7 +1,7 @@
 """Memory as it lies: bytes, what wrote each of them, and which bytes an access touches.
 
-An on-chip allocation is [partitions, bytes a partition], one in HBM a single row. Beside the data lies one byte of state
-for each: 0 never written, 1 written, 2 written by a matmul (PSUM accumulates in hardware only onto what a matmul wrote).
+An on-chip allocation is [partitions, bytes a partition], one in HBM a single row. Beside the data lies one byte of
+state for each: 0 never written, 1 written, 2 written by a matmul (PSUM accumulates only onto what a matmul wrote).
 Fresh memory is full of 0xFF, which is NaN in every float; reads go by the state, because NaN can hide (times 0 in a
 select, or as an integer).
 """
@@ -20,13 +20,14 @@ _RUNS = 4096  # an access of more separate runs counts as all between its first 
 class Storage:
     """One allocation. space: "sbuf", "psum" or "hbm"."""
 
-    __slots__ = ("name", "space", "rows", "row_bytes", "data", "state", "scope", "shared", "constant", "address",
-                 "accesses", "first", "last", "_regions")  # fmt: skip
+    __slots__ = ("_regions", "accesses", "address", "constant", "data", "first", "initial", "last", "name", "row_bytes",
+                 "rows", "scope", "shared", "space", "state")  # fmt: skip
 
     def __init__(self, name, space, rows, row_bytes, scope=None, shared=False, address=None):
         self.name, self.space, self.rows, self.row_bytes = name, space, rows, row_bytes
         self.scope, self.shared, self.address = scope, shared, address
-        self.constant = False  # an input: written before the kernel, never by it
+        self.constant = False  # an input: written before the kernel, not by it so far
+        self.initial = None  # the bytes of an input that the kernel writes
         self.data = np.empty(rows * row_bytes, np.uint8)
         self.state = np.empty(rows * row_bytes, np.uint8)
         self.accesses = []  # [(Region, index of the instruction, is it a write)] that a later one may depend on
@@ -35,9 +36,9 @@ class Storage:
         self.forget()
 
     def forget(self):
-        """As freshly allocated."""
-        self.data[:] = 0xFF
-        self.state[:] = NEVER
+        """As freshly allocated; an input as it was given."""
+        self.data[:] = 0xFF if self.initial is None else self.initial
+        self.state[:] = NEVER if self.initial is None else WRITTEN
 
     def fill(self, x):
         """Holds the bytes of x [rows, ...], all written."""
