@@ -44,7 +44,11 @@ class NkiTensor:
         """The elements, as stored, over the memory itself."""
         size = dtypes.size(self.dtype)
         return np.ndarray(
-            self.shape, dtypes.NUMPY[self.dtype], self.storage.data, self.offset * size, [s * size for s in self.strides]
+            self.shape,
+            dtypes.NUMPY[self.dtype],
+            self.storage.data,
+            self.offset * size,
+            [s * size for s in self.strides],
         )
 
     def state(self) -> np.ndarray:
@@ -62,7 +66,9 @@ class NkiTensor:
         state = self.state()
         if not state.all():
             first = tuple(int(i) for i in np.argwhere(state == memory.NEVER)[0][:-1])
-            raise UninitializedError(f"{self!r}: element {first} is read and was never written: write it first, or slice")
+            raise UninitializedError(
+                f"{self!r}: element {first} is read and was never written: write it first, or slice"
+            )
 
     def write(self, x, by=memory.WRITTEN):
         """Stores x, which has the same shape, rounded to the dtype."""
@@ -129,6 +135,12 @@ class NkiTensor:
                 keep = sorted([*keep, axis])
         return self._view([shape[a] for a in keep], [strides[a] for a in keep], offset)
 
+    def __setitem__(self, key, value):
+        """A copy into the view: of a number, or of a tensor of the same shape."""
+        from ringtide.kernels.nki.simulator.functions import assign
+
+        assign(self[key], value)
+
     def _index(self, axis, k, n):
         """(start, count, step, is it a single index) of one index."""
         if isinstance(k, DynamicSlice):
@@ -142,7 +154,9 @@ class NkiTensor:
             if step < 1:
                 raise ShapeError(f"{self!r}: the slice of axis {axis} steps by {step}, it must step forward")
             if not 0 <= start < stop <= n:
-                raise OutOfBoundsError(f"{self!r}: slice {start}:{stop} of axis {axis}, which has {n}, is not inside it")
+                raise OutOfBoundsError(
+                    f"{self!r}: slice {start}:{stop} of axis {axis}, which has {n}, is not inside it"
+                )
             if self.on_chip and axis == 0 and step > 1:
                 raise PartitionError(f"{self!r}: partitions cannot be strided, got a step of {step}")
             return start, -(-(stop - start) // step), step, False
@@ -266,7 +280,9 @@ class NkiTensor:
         a, b = dtypes.size(self.dtype), dtypes.size(dtype)
         *head, last = self.shape
         if self.strides[-1] != 1 or (last * a) % b or (self.offset * a) % b:
-            raise ShapeError(f"{self!r}.view({dtype}): the last axis must be contiguous and divide by the ratio of sizes")
+            raise ShapeError(
+                f"{self!r}.view({dtype}): the last axis must be contiguous and divide by the ratio of sizes"
+            )
         if any((s * a) % b for s in self.strides[:-1]):
             raise ShapeError(f"{self!r}.view({dtype}): its rows do not begin at a multiple of {b} bytes")
         strides = [s * a // b for s in self.strides[:-1]] + [1]
@@ -282,7 +298,9 @@ class NkiTensor:
         base = self if dtype is None else self._retyped(dtypes.check(dtype))
         start, sources = base.offset + (offset or 0), ()
         if vector_offset is not None:
-            raise UnsupportedError(f"{self!r}.ap: vector_offset is not simulated: take one access a row, by scalar_offset")
+            raise UnsupportedError(
+                f"{self!r}.ap: vector_offset is not simulated: take one access a row, by scalar_offset"
+            )
         if scalar_offset is not None:
             index, sources = _dynamic(scalar_offset)
             start += index * base.strides[indirect_dim]
@@ -304,10 +322,14 @@ class NkiTensor:
         a, b = dtypes.size(self.dtype), dtypes.size(dtype)
         if (self.offset * a) % b:
             raise DtypeError(f"{self!r}: does not begin at a multiple of {b} bytes, as {dtype} must")
-        return self._view(self.shape, [s * a // b for s in self.strides], self.offset * a // b, dtype=dtype, check=False)
+        return self._view(
+            self.shape, [s * a // b for s in self.strides], self.offset * a // b, dtype=dtype, check=False
+        )
 
     def vector_select(self, dim, vector_offset):
-        raise UnsupportedError(f"{self!r}.vector_select: not simulated: take one access a row, by select or scalar_offset")
+        raise UnsupportedError(
+            f"{self!r}.vector_select: not simulated: take one access a row, by select or scalar_offset"
+        )
 
     def indirect(self, index, num_elem=None):
         raise UnsupportedError(f"{self!r}.indirect: needs Trainium3")
@@ -336,7 +358,9 @@ class NkiTensor:
         held = len(self.storage.data) // dtypes.size(dtype)
         if check and not (0 <= offset and last < held):
             raise OutOfBoundsError(f"{self!r}: an access of {shape} reaches element {last}, the tensor has {held}")
-        return NkiTensor(shape, dtype, self.storage, self.buffer, self.name, strides, int(offset), self.dynamic + dynamic)
+        return NkiTensor(
+            shape, dtype, self.storage, self.buffer, self.name, strides, int(offset), self.dynamic + dynamic
+        )
 
     def __repr__(self):
         return f"{self.name or 'tensor'} {self.dtype}{list(self.shape)} in {self.storage.space}"
@@ -405,7 +429,9 @@ def allocate(shape, dtype, space, buffer, name="", *, shared=False, address=None
         if len(shape) < 2:
             raise ShapeError(f"{name or 'tensor'}: on chip a tensor has a partition and a free axis, got shape {shape}")
         if shape[0] > memory.PARTITIONS:
-            raise PartitionError(f"{name or 'tensor'}: {shape[0]} partitions, there are {memory.PARTITIONS}: tile axis 0")
+            raise PartitionError(
+                f"{name or 'tensor'}: {shape[0]} partitions, there are {memory.PARTITIONS}: tile axis 0"
+            )
         rows, row = shape[0], int(np.prod(shape[1:], dtype=np.int64)) * dtypes.size(dtype)
     core = machine.current()
     storage = core.allocate(name or f"{space}{len(core.storages)}", space, rows, row, shared=shared, address=address)
