@@ -1,0 +1,366 @@
+"""Times, memory and orders of recorded NKI programs, on records made by hand."""
+
+import itertools
+import json
+import random
+import time
+from types import SimpleNamespace
+
+import pytest
+
+from ringtide.kernels.nki.simulator import capacity, memory, schedule
+from ringtide.kernels.nki.simulator.errors import CapacityError, HazardError
+from ringtide.kernels.nki.simulator.machine import Instruction, Machine, Options
+from ringtide.kernels.nki.simulator.memory import Storage
+
+KIB = 1024
+
+
+def made(index, engine, us, after=(), reads=(), writes=(), loop=(), ordered=0, nbytes=0, op="op"):
+    touch = lambda storages: tuple((x, None) for x in storages)
+    line = f"kernel.py:{index}"
+    return Instruction(
+        index, op, engine, us, None, tuple(after), touch(reads), touch(writes), line, loop, ordered, 0.0, nbytes
+    )
+
+
+def program(*rows):
+    """Instructions from (engine, us, after) or (engine, us, after, {more})."""
+    return [made(i, *row[:3], **(row[3] if len(row) > 3 else {})) for i, row in enumerate(rows)]
+
+
+def machine(instructions, **options):
+    """A Machine with this record."""
+    core = Machine(options=Options(**options))
+    core.instructions = list(instructions)
+    return core
+
+
+def tile(space="psum", row_bytes=memory.PSUM_BANK, **options):
+    return Storage("t", space, 1, row_bytes, **options)
+
+
+def four(rows):
+    times = schedule.times(program(*rows))
+    return [round(times[f"t_{x}_us"], 6) for x in ("max", "sum", "sched", "list")]
+
+
+# --- times ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("rows", "want"),
+    [
+        # alone on an engine: no latency
+        ([("PE", 1, ()), ("PE", 2, (0,))], [3, 3, 3, 3]),
+        # another engine waits 0.3
+        ([("PE", 1, ()), ("DVE", 2, (0,))], [2, 3, 3.3, 3.3]),
+        # two engines, nothing between them
+        ([("PE", 1, ()), ("DVE", 2, ())], [2, 3, 2, 2]),
+        # recorded order blocks the free instruction behind the one that waits
+        ([("PE", 1, ()), ("DVE", 1, (0,)), ("DVE", 1, ())], [2, 3, 3.3, 2.3]),
+        # ... which no_reorder keeps
+        ([("PE", 1, ()), ("DVE", 1, (0,), {"ordered": 1}), ("DVE", 1, (), {"ordered": 1})], [2, 3, 3.3, 3.3]),
+        # ... but not beyond its block
+        ([("PE", 1, ()), ("DVE", 1, (0,), {"ordered": 1}), ("DVE", 1, (), {"ordered": 2})], [2, 3, 3.3, 2.3]),
+        # what has the longer chain behind it goes first
+        ([("PE", 1, ()), ("PE", 1, ()), ("ACT", 3, (1,))], [3, 5, 5.3, 4.3]),
+        # turns of a loop are barriers: 1 + 0.3 + 1
+        ([("PE", 1, (), {"loop": ((1, 0),)}), ("DVE", 1, (), {"loop": ((1, 1),)})], [1, 2, 2.3, 2.3]),
+        # a transfer waits 1.3 and is no compute engine
+        ([("DMA", 2, ())], [2, 0, 3.3, 3.3]),
+        # transfers share the bandwidth, not the latency
+        ([("DMA", 2, ()), ("DMA", 2, ())], [4, 0, 5.3, 5.3]),
+        # a load overtakes the store that waits for it no more than the queues allow
+        ([("PE", 5, ()), ("DMA", 1, (0,)), ("DMA", 1, ()), ("ACT", 3, (2,))], [5, 8, 7.6, 7.6]),
+    ],
+)
+def test_times(rows, want):
+    assert four(rows) == pytest.approx(want)
+
+
+def test_the_seventeenth_transfer_waits_for_the_first():
+    late = [("PE", 10, ()), ("DMA", 1, (0,)), *[("DMA", 0.01, ())] * 15]
+    assert four([*late, ("ACT", 1, (16,))])[2] == pytest.approx(12.6)  # the 16th transfer, long there: the store ends
+    assert four([*late, ("DMA", 1, ()), ("ACT", 1, (17,))])[2] == pytest.approx(12.6 + 1.3 + 1 + 0.3 + 1)
+    assert four([*late, ("DMA", 1, ()), ("ACT", 1, (17,))])[3] == pytest.approx(12.6)  # in any order: not at all
+
+
+def test_which_engine_and_how_long_the_chain():
+    times = schedule.times(program(("PE", 1, ()), ("ACT", 1, (0,)), ("DVE", 3, ()), ("PE", 1, (1,))))
+    assert times["critical"] == "DVE"
+    assert times["engines"] == {"PE": 2, "ACT": 1, "DVE": 3, "POOL": 0, "DMA": 0}
+    assert times["chain_us"] == pytest.approx(3.6)
+    assert times["instructions"] == 4
+
+
+def test_bytes_to_hbm_give_the_floor():
+    hbm, sbuf = Storage("x", "hbm", 1, 64), Storage("y", "sbuf", 1, 64)
+    rows = [
+        made(0, "DMA", 1, reads=[hbm], writes=[sbuf], nbytes=362_000),
+        made(1, "DMA", 1, reads=[hbm], writes=[hbm], nbytes=362_000),  # both ways
+        made(2, "DMA", 1, reads=[sbuf], writes=[sbuf], nbytes=362_000),  # not at all
+    ]
+    times = schedule.times(rows)
+    assert times["dma_bytes"] == 3 * 362_000
+    assert times["hbm_floor_us"] == pytest.approx(3)
+
+
+def test_steady_state_is_a_difference():
+    unit = [("PE", 1, ()), ("DVE", 2, ())]
+    short, long = (program(("DMA", 7, ()), *unit * n) for n in (4, 10))
+    each = schedule.per_unit(short, long, 6)
+    assert each["t_max_us"] == pytest.approx((20 - 8) / 6)
+    assert each["t_sum_us"] == pytest.approx(3)
+    assert each["engines"]["DMA"] == 0
+    assert each["critical"] == "DVE"
+
+
+def test_the_slower_of_two_cores():
+    rows = [program(("PE", us, ())) for us in (1, 4)]
+    run = SimpleNamespace(machines=[SimpleNamespace(core=i, instructions=x) for i, x in enumerate(rows)])
+    assert schedule.times(run)["t_sched_us"] == 4
+    assert [event["pid"] for event in schedule.trace(run)["traceEvents"]] == [0, 1]
+
+
+def test_nothing_takes_no_time():
+    times = schedule.times([])
+    assert times["t_max_us"] == times["t_sched_us"] == times["t_list_us"] == 0
+    assert schedule.critical_path([])["path"] == []
+    assert schedule.trace([])["traceEvents"] == []
+
+
+def _random(seed, n):
+    """A program with edges to any earlier instruction."""
+    draw = random.Random(seed)
+    rows = []
+    for i in range(n):
+        engine = draw.choice(schedule.ENGINES)
+        after = sorted({draw.randrange(max(0, i - 40), i) for _ in range(draw.randrange(4))} if i else ())
+        rows.append((engine, draw.choice([0.05, 0.1, 0.3]), after, {"ordered": draw.choice([0, 0, i // 30 + 1])}))
+    return program(*rows)
+
+
+@pytest.mark.parametrize("free", [False, True])
+@pytest.mark.parametrize("seed", range(5))
+def test_a_schedule_keeps_every_rule(seed, free):
+    rows = _random(seed, 300)
+    plan = schedule._place(SimpleNamespace(instructions=rows), free=free)
+    for x in rows:
+        for b in x.after:
+            sync = 0.3 if rows[b].engine != x.engine else 0.0
+            lag = 1.3 if x.engine == "DMA" else 0.0
+            assert plan.starts[x.index] >= plan.ends[b] + sync + lag - 1e-9
+    for engine in schedule.ENGINES:
+        mine = [x for x in rows if x.engine == engine]
+        by_start = sorted(mine, key=lambda x: plan.starts[x.index])
+        for a, b in itertools.pairwise(by_start):
+            assert plan.starts[b.index] >= plan.ends[a.index] - 1e-9  # one at a time
+        if not free and engine != "DMA":
+            assert by_start == mine
+        for number in {x.ordered for x in mine} - {0}:
+            block = [x for x in by_start if x.ordered == number]
+            if free or engine != "DMA":
+                assert block == [x for x in mine if x.ordered == number]
+    assert plan.end == max(plan.ends)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_times_are_in_order(seed):
+    times = schedule.times(_random(seed, 300))
+    assert max(times["t_max_us"], times["chain_us"]) <= times["t_list_us"] <= times["t_sched_us"]
+
+
+def test_the_critical_path_adds_up():
+    rows = _random(1, 300)
+    times, found = schedule.times(rows), schedule.critical_path(rows)
+    assert sum(found["path_us"].values()) == pytest.approx(times["t_sched_us"])
+    first, *rest = found["path"]
+    assert first["waits"] == "start"
+    for a, b in itertools.pairwise(found["path"]):
+        assert b["start_us"] >= a["start_us"] + a["us"] - 1e-9
+    assert {x["waits"] for x in rest} <= {"engine", "data"}
+    assert found["idle_us"]["PE"] == pytest.approx(times["t_sched_us"] - times["engines"]["PE"])
+
+
+def test_the_critical_path_says_what_each_waits_for():
+    rows = program(("PE", 1, ()), ("PE", 1, ()), ("DVE", 2, (1,)), ("ACT", 0.1, ()))
+    path = schedule.critical_path(rows)["path"]
+    assert [(x["engine"], x["waits"], round(x["start_us"], 3)) for x in path] == [
+        ("PE", "start", 0),
+        ("PE", "engine", 1),
+        ("DVE", "data", 2.3),
+    ]
+    assert path[1]["line"] == "kernel.py:1"
+
+
+def test_a_path_crosses_barriers():
+    turns = [("PE", 1, (), {"loop": ((1, turn),)}) for turn in range(3)]
+    found = schedule.critical_path(program(*turns))
+    assert [x["waits"] for x in found["path"]] == ["start"] * 3
+    assert found["path_us"] == pytest.approx({"PE": 3, "latency": 0.6})
+
+
+def test_trace_is_what_perfetto_reads():
+    rows = program(("DMA", 1, (), {"nbytes": 4096, "op": "dma_copy"}), ("PE", 2, (0,)))
+    text = json.loads(json.dumps(schedule.trace(rows)))
+    load, matmul = text["traceEvents"]
+    assert {k: load[k] for k in ("name", "ph", "pid", "tid", "dur")} == {
+        "name": "dma_copy",
+        "ph": "X",
+        "pid": 0,
+        "tid": "DMA",
+        "dur": 1,
+    }
+    assert load["ts"] == pytest.approx(1.3)
+    assert matmul["ts"] == pytest.approx(2.6)
+    assert load["args"]["bytes"] == 4096
+    assert matmul["args"]["line"] == "kernel.py:1"
+    assert set(load["args"]) >= {"op", "cycles", "line"}
+
+
+def test_twenty_thousand_instructions_take_seconds():
+    rows = _random(0, 20_000)
+    start = time.process_time()
+    schedule.times(rows)
+    assert time.process_time() - start < 10
+
+
+# --- memory ---------------------------------------------------------------------------------------------------------
+
+
+def test_memory_is_counted_while_alive():
+    a, b, c = (tile("sbuf", n * KIB) for n in (10, 20, 40))
+    core = machine(
+        [made(0, "DVE", 1, writes=[a]), made(1, "DVE", 1, (0,), [a], [b]), made(2, "DVE", 1, (1,), [b], [c])]
+    )
+    found = capacity.check(core)
+    assert found.sbuf_bytes == 60 * KIB  # b and c
+    assert found.sbuf_total == 70 * KIB
+    assert found.sbuf_line == "kernel.py:2"
+    assert found.psum_banks == 0
+    assert found.edges == {}
+
+
+def test_too_much_sbuf():
+    tiles = [tile("sbuf", 100 * KIB) for _ in range(3)]
+    rows = [*(made(i, "DVE", 1, writes=[x]) for i, x in enumerate(tiles)), made(3, "DVE", 1, reads=tiles)]
+    with pytest.raises(CapacityError, match=r"op at kernel.py:2: 307,200 bytes a partition of SBUF alive.*196,608: "):
+        capacity.check(machine(rows))
+    assert capacity.check(machine(rows, sbuf_bytes=300 * KIB)).sbuf_bytes == 300 * KIB
+
+
+def test_sbuf_that_is_used_again_waits():
+    a, b, c = (tile("sbuf", 80 * KIB) for _ in range(3))
+    rows = [
+        made(0, "DVE", 1, writes=[a]),
+        made(1, "ACT", 1, (0,), reads=[a]),
+        made(2, "DVE", 1, writes=[b]),
+        made(3, "POOL", 1, writes=[c]),  # takes what is left, and bytes of a
+    ]
+    assert capacity.check(machine(rows)).edges == {3: (1,)}
+    assert capacity.check(machine(rows, sbuf_bytes=240 * KIB)).edges == {}
+    times = schedule.times(machine(rows))
+    assert times["t_sched_us"] == pytest.approx(1 + 0.3 + 1 + 0.3 + 1)
+
+
+def test_ninth_bank():
+    tiles = [tile() for _ in range(9)]
+    rows = [*(made(i, "PE", 1, writes=[x]) for i, x in enumerate(tiles)), made(9, "DVE", 1, reads=tiles)]
+    with pytest.raises(CapacityError, match=r"kernel.py:8: 9 banks of PSUM alive, in 9 tiles .* there are 8: copy"):
+        capacity.check(machine(rows))
+    assert capacity.check(machine([*rows[:8], made(8, "DVE", 1, reads=tiles[:8])])).psum_banks == 8
+
+
+def test_a_fresh_tile_takes_the_bank_free_for_longest():
+    tiles = [tile() for _ in range(10)]
+    rows = []
+    for i, x in enumerate(tiles):
+        rows += [made(2 * i, "PE", 1, writes=[x]), made(2 * i + 1, "DVE", 1, (2 * i,), reads=[x])]
+    found = capacity.check(machine(rows))
+    assert [found.banks[x] for x in tiles] == [(i % 8, 1) for i in range(10)]
+    assert found.edges == {16: (1,), 18: (3,)}
+    assert found.psum_banks == 1
+    assert found.psum_total == 10
+
+
+def test_all_that_begins_in_a_bank_waits_for_all_that_ends_there():
+    old, fillers, new = tile(), [tile() for _ in range(7)], tile()
+    rows = [
+        made(0, "PE", 1, writes=[old]),
+        made(1, "DVE", 1, (0,), reads=[old]),
+        made(2, "ACT", 1, (0,), reads=[old]),
+        *(made(3 + i, "PE", 1, writes=[x]) for i, x in enumerate(fillers)),
+        made(10, "PE", 1, writes=[new]),
+        made(11, "PE", 1, writes=[new]),  # other columns
+        made(12, "ACT", 1, (10, 11), reads=[new]),
+    ]
+    assert capacity.check(machine(rows)).edges == {10: (1, 2), 11: (1, 2)}
+
+
+def test_wide_tiles_take_banks_side_by_side():
+    wide, narrow = tile(row_bytes=5 * KIB), tile(row_bytes=100)
+    rows = [made(0, "PE", 1, writes=[narrow]), made(1, "PE", 1, writes=[wide]), made(2, "DVE", 1, reads=[wide, narrow])]
+    found = capacity.check(machine(rows))
+    assert found.banks == {narrow: (0, 1), wide: (1, 3)}
+    assert found.psum_banks == 4
+
+
+def test_holes_too_small_for_a_wide_tile():
+    tiles, wide = [tile() for _ in range(8)], tile(row_bytes=4 * KIB)
+    kept = tiles[::2]
+    rows = [*(made(i, "PE", 1, writes=[x]) for i, x in enumerate(tiles)), made(8, "DVE", 1, reads=tiles)]
+    rows += [made(9, "PE", 1, writes=[wide]), made(10, "DVE", 1, reads=[*kept, wide])]
+    with pytest.raises(CapacityError, match="needs 2 PSUM banks side by side"):
+        capacity.check(machine(rows))
+
+
+def test_the_tightest_hole_where_the_longest_free_would_leave_no_room():
+    a, b, wide = tile(), tile(), tile(row_bytes=14 * KIB)
+    rows = [
+        made(0, "PE", 1, writes=[a]),
+        made(1, "PE", 1, writes=[b]),  # a bank that was never used would be the second, and six stay side by side
+        made(2, "PE", 1, writes=[wide]),
+        made(3, "DVE", 1, (1, 2), reads=[b, wide]),
+    ]
+    found = capacity.check(machine(rows))
+    assert found.banks == {a: (0, 1), b: (0, 1), wide: (1, 7)}
+    assert found.edges == {1: (0,)}
+
+
+def test_a_tile_made_before_a_loop_lives_through_it():
+    carried, inner = tile("sbuf", KIB), [tile("sbuf", KIB, scope=(1, turn)) for turn in range(2)]
+    rows = []
+    for turn in range(2):
+        loop = ((1, turn),)
+        rows += [made(3 * turn, "DVE", 1, writes=[carried], loop=loop)]
+        rows += [made(3 * turn + 1, "DVE", 1, writes=[inner[turn]], loop=loop)]
+        rows += [made(3 * turn + 2, "DVE", 1, reads=[inner[turn]], loop=loop)]
+    assert capacity.check(machine(rows)).sbuf_bytes == 2 * KIB
+    rows[3] = made(3, "DVE", 1, writes=[inner[1]], loop=((1, 1),))  # now only the first turn touches it
+    assert capacity.check(machine(rows)).sbuf_bytes == 2 * KIB
+
+
+def test_an_address_fixes_the_bank():
+    here, there, other = tile(address=(0, 0)), tile(address=(0, 3 * memory.PSUM_BANK)), tile()
+    rows = [made(0, "PE", 1, writes=[here]), made(1, "PE", 1, writes=[other]), made(2, "PE", 1, writes=[there])]
+    rows.append(made(3, "DVE", 1, reads=[here, other, there]))
+    found = capacity.check(machine(rows))
+    assert found.psum_banks == 3
+    assert found.banks[other][0] not in (0, 3)
+
+
+def test_two_small_tiles_share_a_bank_by_their_addresses():
+    tiles = [tile(row_bytes=100, address=(0, 128 * i)) for i in range(16)]
+    rows = [*(made(i, "PE", 1, writes=[x]) for i, x in enumerate(tiles)), made(16, "DVE", 1, reads=tiles)]
+    assert capacity.check(machine(rows)).psum_banks == 1
+
+
+@pytest.mark.parametrize("space", ["sbuf", "psum"])
+def test_same_address_is_used_again(space):
+    a, b = (tile(space, 512, address=(0, at)) for at in (0, 256))
+    rows = [made(0, "PE", 1, writes=[a]), made(1, "DVE", 1, (0,), reads=[a]), made(2, "PE", 1, writes=[b])]
+    assert capacity.check(machine(rows)).edges == {2: (1,)}
+    rows.append(made(3, "DVE", 1, reads=[a]))
+    with pytest.raises(HazardError, match=r"kernel.py:2: t lies at \(0, 256\), on bytes of t at \(0, 0\).*another"):
+        capacity.check(machine(rows))
