@@ -6,12 +6,17 @@ import random
 import time
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
 from ringtide.kernels.nki.simulator import capacity, memory, schedule
+from ringtide.kernels.nki.simulator import isa as nisa
+from ringtide.kernels.nki.simulator import language as nl
 from ringtide.kernels.nki.simulator.errors import CapacityError, HazardError
+from ringtide.kernels.nki.simulator.launch import jit, simulate
 from ringtide.kernels.nki.simulator.machine import Instruction, Machine, Options
 from ringtide.kernels.nki.simulator.memory import Storage
+from ringtide.kernels.nki.simulator.orders import shuffled
 
 KIB = 1024
 
@@ -364,3 +369,147 @@ def test_same_address_is_used_again(space):
     rows.append(made(3, "DVE", 1, reads=[a]))
     with pytest.raises(HazardError, match=r"kernel.py:2: t lies at \(0, 256\), on bytes of t at \(0, 0\).*another"):
         capacity.check(machine(rows))
+
+
+# --- orders ---------------------------------------------------------------------------------------------------------
+
+
+def pipeline(x, w):
+    """Running sums of exp(x w) over chunks, the last row of each carried on; written twice into one tile of SBUF."""
+    out = nl.ndarray(x.shape, x.dtype, buffer=nl.shared_hbm, name="out")
+    weights = nl.ndarray(w.shape, w.dtype, name="weights")
+    carry = nl.ndarray((x.shape[1], 1), nl.float32, name="carry")
+    tile = nl.ndarray((x.shape[1], x.shape[2]), nl.float32, name="tile")
+    nisa.dma_copy(weights, w)
+    nisa.memset(carry, 0.0)
+    for i in range(x.shape[0]):
+        nisa.dma_copy(tile, x[i])
+        product = nl.ndarray(tile.shape, nl.float32, buffer=nl.psum)
+        nisa.nc_matmul(product, weights, tile, accumulate=False)
+        nisa.activation(tile, nl.exp, product)
+        nisa.tensor_tensor_scan(tile, tile, tile, carry, nl.add, nl.maximum)
+        nisa.tensor_copy(carry, tile[:, tile.shape[1] - 1 :])
+        nisa.dma_copy(out[i], tile)
+    return out
+
+
+def recorded(kernel, *arrays, cores=None, **options):
+    call = simulate(jit(kernel)[cores] if cores else kernel, **options)
+    call(*arrays)
+    return call.last
+
+
+def _arrays():
+    draw = np.random.default_rng(0)
+    return draw.standard_normal((3, 8, 6)).astype(np.float32), draw.standard_normal((8, 8)).astype(np.float32) / 4
+
+
+def test_orders_are_legal_and_differ():
+    run = recorded(pipeline, *_arrays())
+    core = run.machines[0]
+    orders = [shuffled(run, seed) for seed in range(20)]
+    assert len({tuple(order) for order in orders}) > 5
+    for order in orders:
+        place = {index: at for at, (_, index) in enumerate(order)}
+        assert sorted(place) == list(range(len(core.instructions)))
+        assert all(place[b] < place[x.index] for x in core.instructions for b in x.after)
+
+
+def test_outputs_stay_as_recorded():
+    run = recorded(pipeline, *_arrays())
+    before = run.outputs.array().copy()
+    shuffled(run, 3)
+    np.testing.assert_array_equal(run.outputs.array(), before)
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_a_dropped_dependency_shows(seed):
+    run = recorded(pipeline, *_arrays())
+    with pytest.raises(HazardError, match=r"in another order \(\w+ at .*py:\d+ before \w+ at .*py:\d+\)"):
+        shuffled(run, seed, drop=True)
+
+
+def test_an_instruction_that_writes_more_than_it_says():
+    def kernel(x):
+        out = nl.ndarray(x.shape, x.dtype, buffer=nl.shared_hbm, name="out")
+        a, b = (nl.ndarray(x.shape, x.dtype) for _ in range(2))
+        nisa.dma_copy(a, x)
+        nisa.dma_copy(b, x)
+        secret = nisa.tensor_scalar(a, a, nl.multiply, 2.0)
+        run, index = secret.run, secret.index
+
+        def more():
+            run()
+            b.array()[...] = 7 + index
+
+        secret.run = more
+        nisa.tensor_tensor(b, b, b, nl.add)
+        nisa.dma_copy(out, b)
+        return out
+
+    run = recorded(kernel, np.ones((4, 4), np.float32))
+    with pytest.raises(HazardError, match=r"'out' comes out otherwise in another order: \d+ of its 64 bytes"):
+        [shuffled(run, seed) for seed in range(20)]
+
+
+def test_no_reorder_keeps_its_order_in_any_order():
+    def kernel(x):
+        out = nl.ndarray(x.shape, x.dtype, buffer=nl.shared_hbm)
+        tiles = [nl.ndarray(x.shape, x.dtype) for _ in range(6)]
+        with nl.no_reorder():
+            for value, tile in enumerate(tiles):
+                nisa.memset(tile, float(value), engine=nisa.engine.vector)
+        nisa.dma_copy(out, tiles[-1])
+        return out
+
+    run = recorded(kernel, np.ones((4, 4), np.float32))
+    for seed in range(5):
+        order = [index for _, index in shuffled(run, seed)]
+        assert [i for i in order if i < 6] == list(range(6))
+
+
+def test_an_input_that_is_written_begins_as_it_was():
+    def kernel(x):
+        tile = nl.ndarray(x.shape, x.dtype)
+        nisa.dma_copy(tile, x)
+        nisa.tensor_scalar(tile, tile, nl.add, 1.0)
+        nisa.dma_copy(x, tile)
+        return x
+
+    run = recorded(kernel, np.ones((4, 4), np.float32))
+    shuffled(run, 0)
+    shuffled(run, 1)
+    assert (run.outputs.array() == 2).all()
+
+
+def test_two_cores_between_barriers():
+    def kernel(x):
+        out = nl.ndarray(x.shape, x.dtype, buffer=nl.shared_hbm, name="out")
+        middle = nl.ndarray(x.shape, x.dtype, buffer=nl.shared_hbm, name="middle")
+        me = nl.program_id(0)
+        tile = nl.ndarray(x.shape[1:], x.dtype)
+        nisa.dma_copy(tile, x[me])
+        nisa.tensor_scalar(tile, tile, nl.add, 1.0)
+        nisa.dma_copy(middle[me], tile)
+        nisa.core_barrier(middle, (0, 1))
+        nisa.dma_copy(tile, middle[1 - me])
+        nisa.dma_copy(out[me], tile)
+        return out
+
+    run = recorded(kernel, np.arange(32, dtype=np.float32).reshape(2, 4, 4), cores=2)
+    orders = [shuffled(run, seed) for seed in range(10)]
+    assert len({tuple(order) for order in orders}) > 5
+
+
+def test_perturbed_activations_come_out_the_same():
+    run = recorded(pipeline, *_arrays(), perturb=2**-12)
+    for seed in range(5):
+        shuffled(run, seed)
+
+
+def test_a_run_without_dependencies_has_none_to_drop():
+    def kernel(x):
+        nisa.memset(nl.ndarray((4, 4), nl.float32), 1.0)
+
+    with pytest.raises(ValueError, match="no dependency"):
+        shuffled(recorded(kernel, np.ones(1, np.float32)), drop=True)
