@@ -66,7 +66,7 @@ def is_sbuf(buffer) -> bool:
 
 
 class _TileSize:
-    """Trainium2's limits. SBUF holds the lower of the documented figures, 192 KiB a partition."""
+    """Trainium2's limits. SBUF holds what the options say, 192 KiB a partition unless said otherwise."""
 
     pmax = memory.PARTITIONS
     psum_bank_fmax = psum_fmax = memory.PSUM_BANK // 4
@@ -75,9 +75,23 @@ class _TileSize:
     gemm_stationary_fmax, gemm_moving_fmax = 128, 512
     bn_stats_fmax = 512
     psum_min_align, sbuf_min_align = 4, 1
-    sbuf_fmax_bytes = total_available_sbuf_size = memory.SBUF_BYTES
-    sbuf_fmax = memory.SBUF_BYTES // 4
-    sbuf_size_bytes = memory.SBUF_BYTES * memory.PARTITIONS
+
+    @property
+    def sbuf_fmax_bytes(self) -> int:
+        """A partition's."""
+        return machine.current().options.sbuf_bytes if machine.running() else memory.SBUF_BYTES
+
+    total_available_sbuf_size = sbuf_fmax_bytes
+
+    @property
+    def sbuf_fmax(self) -> int:
+        """float32 elements a partition."""
+        return self.sbuf_fmax_bytes // 4
+
+    @property
+    def sbuf_size_bytes(self) -> int:
+        """All partitions'."""
+        return self.sbuf_fmax_bytes * self.pmax
 
 
 tile_size = _TileSize()
@@ -255,6 +269,24 @@ def num_programs(axes=0) -> int:
 def program_ndim() -> int:
     """1 if the kernel was launched on a grid (kernel[2]), else 0."""
     return 1 if machine.current().grid else 0
+
+
+_GONE = {  # since 0.2, unless said otherwise
+    "par_dim": "axis 0 of an on-chip tensor is the partition without saying so",
+    "mgrid": "index with slices",
+    "arange": "index with slices",
+    "static_cast": "tensor_copy into a tile of the dtype",
+    "loop_reduce": "accumulate with nisa.tensor_tensor, or in PSUM",
+    "spmd_dim": "kernel[2]",
+    "nc": "kernel[2]",
+    "atomic_rmw": "nisa.dma_compute",
+}
+
+
+def __getattr__(name):
+    if name in _GONE:
+        raise AttributeError(f"nl.{name} is no longer part of NKI: {_GONE[name]}")
+    raise AttributeError(f"nl.{name}: the simulator knows no such name in nki.language")
 
 
 def device_print(print_prefix, tensor):

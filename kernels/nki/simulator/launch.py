@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import ml_dtypes
 import numpy as np
 
-from ringtide.kernels.nki.simulator import machine
+from ringtide.kernels.nki.simulator import capacity, machine
 from ringtide.kernels.nki.simulator.errors import BufferError, HazardError, NkiSimError, UninitializedError
 from ringtide.kernels.nki.simulator.language import held, shared_hbm
 from ringtide.kernels.nki.simulator.tensor import NkiTensor
@@ -41,10 +41,12 @@ def jit(fn=None, **kwargs):
 
 @dataclass
 class Run:
-    """What a call did. machines: a core each, with its instructions. outputs: what the kernel returned, as tensors."""
+    """What a call did. machines: a core each, with its instructions. outputs: what the kernel returned, as tensors.
+    capacity: what each core's memory held (capacity.Capacity)."""
 
     machines: list
     outputs: object = None
+    capacity: list | None = None
 
 
 class simulate:
@@ -75,6 +77,7 @@ class simulate:
         self.last.outputs = made[0]
         if shared is not None:
             shared.check_races(machines)
+        self.last.capacity = [capacity.check(core) for core in machines]
         return _map(made[0], NkiTensor, functools.partial(_result, kind=kinds[0] if kinds else None))
 
 
