@@ -18,7 +18,7 @@ _HOME = {
     "Local": "ringtide.kernels.masks",
     "Chunked": "ringtide.kernels.masks",
 }
-_MODULES = ("testing", "models")
+_MODULES = ("testing", "models", "nki")
 
 __all__ = [*_HOME, *_MODULES]
 

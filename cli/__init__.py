@@ -10,6 +10,7 @@ _COMMANDS = {
     "train": "train a model",
     "generate": "stream text from a trained model",
     "bench": "measure speed and memory",
+    "simulate": "run a Trainium2 kernel on this CPU, and estimate its time there",
     "plan": "whether a training run fits a pod, and what it will take",
 }
 
