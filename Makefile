@@ -7,7 +7,7 @@ READY  := $(VENV)/.ready
 TESTS  ?= tests
 ARGS   ?=
 
-.PHONY: venv demo test test-slow lint format clean
+.PHONY: venv demo test test-slow test-external lint format clean
 
 venv: $(READY)
 
@@ -25,6 +25,12 @@ test: $(READY)
 test-slow: $(READY)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check 'torch>=2.7,<2.14' 'transformers>=4.50'
 	$(BIN)/pytest -m slow $(ARGS) $(TESTS)
+
+# Public NKI kernels in the simulator: DIR is a folder with checkouts of aws-neuron-sdk, nki-samples, nki-library.
+test-external: $(READY)
+	@test -d "$(DIR)" || { echo 'make test-external DIR=<folder>: it has no such folder: "$(DIR)"'; exit 2; }
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check 'torch>=2.7,<2.14'
+	NKI_EXTERNAL='$(DIR)' JAX_PLATFORMS=cpu $(BIN)/pytest -rfEs $(ARGS) tests/test_nki_external.py
 
 lint: $(READY)
 	$(BIN)/ruff check .
