@@ -8,7 +8,6 @@ from ringtide.kernels.nki.simulator.errors import (
     BufferError,
     DtypeError,
     EngineError,
-    HazardError,
     ShapeError,
     UnsupportedError,
 )
@@ -88,18 +87,14 @@ def unsupported(op, argument, value, default, why):
         raise UnsupportedError(f"{op}: {argument}={value!r}: {why}")
 
 
-def output(op, dst):
-    """An input of the kernel is never written: it is compared and run again with what it held."""
-    if dst.storage.constant:
-        raise HazardError(f"{op}: dst {dst!r} is an input of the kernel: write to a tensor of nl.shared_hbm instead")
-
-
 # --- values -------------------------------------------------------------------------------------------------------
 
 
 def fp32(x, flush=False) -> np.ndarray:
-    """A tensor's elements as float32, in its own shape; subnormals as 0 if `flush`."""
-    values = x.read()
+    """A tensor's elements as float32, in its own shape (the memory itself, if it holds them); subnormals as 0 if
+    `flush`. Raises UninitializedError."""
+    x.check_written()
+    values = x.array()
     values = values if values.dtype == np.float32 else values.astype(np.float32)
     return flushed(values) if flush else values
 
@@ -171,20 +166,34 @@ def _step(x):
     return next((s for n, s in zip(x.shape[:0:-1], x.strides[:0:-1], strict=True) if n > 1), 1) * dtypes.size(x.dtype)
 
 
-def facts(dst, *reads, mode=None) -> dict:
-    """n, strided, dynamic, and shapes and dtypes for the trace. mode: "copy" or "pair", how 16-bit data speed it up."""
+def packed(*tensors) -> bool:
+    """Whether neighbours of the innermost axis lie side by side."""
+    return all(_step(x) == dtypes.size(x.dtype) for x in tensors)
+
+
+def narrow(*tensors) -> bool:
+    """Whether all are bfloat16 or float16."""
+    return all(x.dtype in dtypes.SIXTEEN_BIT for x in tensors)
+
+
+def in_psum(*tensors) -> int:
+    return sum(x.storage.space == "psum" for x in tensors)
+
+
+def facts(dst, *reads) -> dict:
+    """n (elements a partition), strided, dynamic, and shape and dtype for the trace."""
     tensors = (*reads, dst)
     found = {"n": max(x.free for x in tensors), "shape": dst.shape, "dtype": dst.dtype}
     if any(_step(x) > STRIDE for x in tensors):
         found["strided"] = True
     if any(x.dynamic for x in tensors):
         found["dynamic"] = True
-    narrow = all(x.dtype in dtypes.SIXTEEN_BIT or x.dtype in ("int16", "uint16") for x in tensors)
-    psum = any(x.storage.space == "psum" for x in tensors)
-    if mode == "copy" and narrow:
-        found["mode"] = 4 if not psum and all(x.is_contiguous() for x in tensors) else 2
-    if mode == "pair":
-        found["light"] = narrow or any(x.storage.space == "psum" for x in reads)
-        if narrow and not psum:
-            found["mode"] = 2
     return found
+
+
+def copy_mode(dst, src) -> int:
+    """Elements a cycle of a copy on the vector engine."""
+    if not narrow(dst, src):
+        return 1
+    near, side_by_side = not in_psum(dst, src), packed(dst, src)
+    return 4 if near and side_by_side else 2 if near or (side_by_side and in_psum(dst, src) == 1) else 1

@@ -50,12 +50,11 @@ def dma_copy(
     op, which = "dma_copy", enums.engine
     _end(op, "dst", dst)
     _end(op, "src", src)
-    checks.output(op, dst)
     _options(op, priority, oob_mode, dge_mode)
     member(op, "engine", engine, (which.unknown, which.sync, which.scalar))
-    if engine is not which.unknown and dge_mode is not enums.dge_mode.hwdge:
+    if engine is not which.unknown and dge_mode != enums.dge_mode.hwdge:
         raise EngineError(f"{op}: engine={engine} goes with dge_mode.hwdge only, got {dge_mode}")
-    if dge_mode is enums.dge_mode.hwdge and dst.dtype != src.dtype:
+    if dge_mode == enums.dge_mode.hwdge and dst.dtype != src.dtype:
         raise DtypeError(f"{op}: {src.dtype} to {dst.dtype} with dge_mode.hwdge, which does not cast: leave it out")
     if dst.size != src.size:
         raise ShapeError(f"{op}: dst {dst!r} and src {src!r}: as many elements in both, got {dst.size} and {src.size}")

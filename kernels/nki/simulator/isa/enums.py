@@ -1,6 +1,6 @@
 """The enums of nki.isa."""
 
-from enum import Enum
+from enum import Enum, IntEnum
 
 from ringtide.kernels.nki.simulator.errors import EngineError
 
@@ -23,7 +23,7 @@ class reduce_cmd(Enum):
     load_reduce = 4
 
 
-class dge_mode(Enum):
+class dge_mode(IntEnum):  # public kernels pass its numbers
     unknown = 0
     swdge = 1
     hwdge = 2

@@ -3,9 +3,9 @@
 import numpy as np
 
 from ringtide.kernels.nki.simulator import alu, machine
-from ringtide.kernels.nki.simulator.errors import DtypeError, EngineError, RangeError, UnsupportedError
-from ringtide.kernels.nki.simulator.isa import accumulators, checks, enums
-from ringtide.kernels.nki.simulator.isa.enums import member
+from ringtide.kernels.nki.simulator.errors import DtypeError, EngineError, RangeError
+from ringtide.kernels.nki.simulator.isa import checks, enums
+from ringtide.kernels.nki.simulator.isa.accumulators import Accumulators
 from ringtide.kernels.nki.simulator.tensor import NkiTensor
 
 _QUIET = dict(invalid="ignore", over="ignore", divide="ignore", under="ignore")
@@ -46,18 +46,13 @@ def _activation(ins, dst, op, data, bias, scale, reduce_op, reduce_res, cmd, nam
     reads += checks.vector(ins, "bias", bias, data, dtype=None)
     if isinstance(bias, NkiTensor) and bias.dtype == "tfloat32":
         raise DtypeError(f"{ins}: bias {bias!r}: any dtype but tfloat32: make it float32")
-    all_cmds = enums.reduce_cmd
-    if cmd is all_cmds.load_reduce:
-        raise UnsupportedError(f"{ins}: reduce_cmd.load_reduce is not documented for it")
-    member(ins, "reduce_cmd", cmd, (all_cmds.idle, all_cmds.reset, all_cmds.reduce, all_cmds.reset_reduce))
-    reducing = cmd in (all_cmds.reduce, all_cmds.reset_reduce)
+    sums = Accumulators(ins, "ACT", data, cmd, reduce_res)
+    reducing = cmd in (enums.reduce_cmd.reduce, enums.reduce_cmd.reset_reduce)
     if reducing and (reduce_op is None or alu.name(reduce_op, (alu.ARITHMETIC,), ins, "reduce_op") != "add"):
         raise EngineError(f"{ins}: reduce_op={reduce_op!r} with {cmd}: the scalar engine sums: pass nl.add")
     core = machine.current()
     options, index = core.options, len(core.instructions)
-    sums, sums_read, sums_written = accumulators.use(ins, "ACT", data, cmd, reduce_res)
     plain = not reads and scale == 1.0 and bias == 0.0
-    copies = function == "copy" and plain
 
     def run():
         x = checks.fp32(data, options.flush)
@@ -66,24 +61,18 @@ def _activation(ins, dst, op, data, bias, scale, reduce_op, reduce_res, cmd, nam
                 x = x * checks.scalar(scale, x.ndim) + checks.scalar(bias, x.ndim)
         y = evaluate(core, ins, function, x, index)
         checks.store(dst, y, options.flush)
-        if reducing:
-            sums.add("add", y, restart=cmd is all_cmds.reset_reduce, exact=options.exact)
-        elif cmd is all_cmds.reset:
-            sums.set(0.0)
-        if reduce_res is not None:
-            sums.take(reduce_res)
+        sums.reduce("add", y)
 
     facts = checks.facts(dst, data)
     return core.issue(
         ins,
         "ACT",
         run,
-        (data, *reads, *sums_read),
-        (dst, *sums_written),
+        (data, *reads, *sums.reads),
+        (dst, *sums.writes),
         **facts,
         operator=function,
         readout=int(reduce_res is not None),
-        copies=copies,
         name=name,
     )
 

@@ -101,6 +101,8 @@ def nc_matmul(
         )
     _tiling(op, tuple(tile_position or ()), tuple(tile_size or ()), k)
     _bank(op, dst)
+    if is_transpose and double:
+        raise UnsupportedError(f"{op}: is_transpose does not go with double_row")
     if is_transpose:
         return _transpose(op, dst, stationary, moving, name, accumulate)
     if dst.dtype != "float32":
@@ -126,7 +128,8 @@ def nc_matmul(
                 raise PsumHazardError(
                     f"{op}: accumulate=True onto dst {dst!r}, part of which was {was}: start with accumulate=False"
                 )
-            if (held == memory.WRITTEN).any():
+            other = held[..., 0] == memory.WRITTEN
+            if dst.array()[other].any():  # onto zeros, as public kernels do, both readings of the rule agree
                 raise PsumHazardError(
                     f"{op}: accumulate=None onto dst {dst!r}, part of which something else than a matmul wrote last, "
                     f"which is undefined on Trainium2: pass accumulate=False"
@@ -160,6 +163,8 @@ def _transpose(op, dst, data, identity, name, accumulate=None):
     if accumulate:
         raise UnsupportedError(f"{op}: is_transpose with accumulate=True: what it adds is not documented")
     k = data.shape[0]
+    if checks.dtypes.size(data.dtype) == 1:
+        raise UnsupportedError(f"{op}: data {data!r}: of 8 bits it comes out in 16, which is not simulated: cast it first")
     if dst.dtype != data.dtype:
         raise DtypeError(f"{op}: dst {dst!r}: a transpose keeps the dtype of its data, {data.dtype}")
     if identity is not None and identity.free != k:
@@ -180,7 +185,8 @@ def _transpose(op, dst, data, identity, name, accumulate=None):
         dst.state()[...] = memory.MATMUL
 
     reads = (data,) if identity is None else (data, identity)
-    facts = dict(stationary=data.free, moving=k, dtype=data.dtype, shape=dst.shape, name=name)
+    fp32 = data.dtype in ("float32", "int32", "uint32")
+    facts = dict(stationary=data.free, moving=k, fp32=fp32, dtype=data.dtype, shape=dst.shape, name=name)
     return machine.current().issue(op, "PE", run, reads, (dst,), transpose=True, **facts)
 
 

@@ -5,6 +5,7 @@ import numpy as np
 from ringtide.kernels.nki.simulator import alu, dtypes, machine
 from ringtide.kernels.nki.simulator.errors import DtypeError, EngineError, ShapeError, UnsupportedError
 from ringtide.kernels.nki.simulator.isa import checks, enums
+from ringtide.kernels.nki.simulator.isa.accumulators import reduced
 from ringtide.kernels.nki.simulator.tensor import NkiTensor
 
 _QUIET = dict(invalid="ignore", over="ignore", divide="ignore", under="ignore")
@@ -12,14 +13,14 @@ _INT32 = ("int32", "uint32")
 
 
 def tensor_copy(dst, src, engine=enums.engine.unknown, name=None):
-    """dst = src, bit by bit if of equal dtypes (but on the scalar engine, which goes through float32), else rounded."""
+    """dst = src, bit by bit if of equal dtypes, else through float32."""
     op, which = "tensor_copy", enums.engine
     checks.tile(op, "dst", dst)
     checks.tile(op, "src", src)
     checks.alike(op, dst, ("src", src))
     on = checks.chosen(op, engine, which.vector, (which.vector, which.scalar, which.gpsimd), (dst, src))
     core = machine.current()
-    exact = dst.dtype == src.dtype and (on != "ACT" or dst.dtype not in _INT32) and not core.options.flush
+    exact = dst.dtype == src.dtype and not core.options.flush
 
     def run():
         if exact:
@@ -27,8 +28,8 @@ def tensor_copy(dst, src, engine=enums.engine.unknown, name=None):
         else:
             checks.store(dst, checks.fp32(src, core.options.flush))
 
-    mode = "copy" if on == "DVE" else None
-    return core.issue(op, on, run, (src,), (dst,), **checks.facts(dst, src, mode=mode), name=name)
+    mode = checks.copy_mode(dst, src) if on == "DVE" else 1
+    return core.issue(op, on, run, (src,), (dst,), **checks.facts(dst, src), mode=mode, name=name)
 
 
 def memset(dst, value, engine=enums.engine.unknown, name=None):
@@ -52,9 +53,8 @@ def memset(dst, value, engine=enums.engine.unknown, name=None):
     def run():
         checks.store(dst, np.full(dst.shape, filled))
 
-    half = on == "DVE" and value == 0 and dst.dtype in dtypes.SIXTEEN_BIT
-    facts = checks.facts(dst) | ({"mode": 2} if half else {})
-    return machine.current().issue(op, on, run, (), (dst,), **facts, name=name)
+    mode = 2 if on == "DVE" and value == 0 and checks.narrow(dst) else 1
+    return machine.current().issue(op, on, run, (), (dst,), **checks.facts(dst), mode=mode, name=name)
 
 
 def _exact_ints(operator, tensors):
@@ -79,8 +79,8 @@ def tensor_tensor(dst, data1, data2, op, engine=enums.engine.unknown, name=None)
     tensors = (dst, data1, data2)
     default = which.gpsimd if operator == "power" or _exact_ints(operator, tensors) else which.vector
     on = checks.chosen(ins, engine, default, (which.vector, which.gpsimd), tensors)
-    if operator == "power" and on != "POOL":
-        raise EngineError(f"{ins}: op=nl.power runs on the GpSimd engine: leave engine out")
+    if (operator == "power" and on != "POOL") or (operator in alu.BITS and on != "DVE"):
+        raise EngineError(f"{ins}: op=nl.{operator} does not run on {engine}: leave engine out")
     core = machine.current()
     shape, flush = data1.shape, core.options.flush
 
@@ -108,15 +108,21 @@ def tensor_tensor(dst, data1, data2, op, engine=enums.engine.unknown, name=None)
                 found = f(x, y if y.shape == shape else y.reshape(shape))
             checks.store(dst, found, flush)
 
-    facts = checks.facts(dst, data1, data2, mode="pair" if on == "DVE" else None)
+    facts, psum = checks.facts(dst, data1, data2), checks.in_psum(data1, data2)
+    if on == "DVE":
+        narrow = checks.narrow(*tensors)
+        plain = narrow and operator in ("add", "subtract", "multiply") and checks.packed(data1, data2)
+        facts |= {"light": bool(psum or plain), "mode": 2 if narrow and not psum else 1}
     return core.issue(ins, on, run, (data1, data2), (dst,), **facts, operator=operator, name=name)
 
 
-def stage(ins, number, op, operand, data, bits_too=True):
+def stage(ins, number, op, operand, data, bits_too=True, argument=None):
     """(operator, tensors it reads) of one `op, operand` pair, checked."""
     tables = (alu.BITS, alu.ARITHMETIC, alu.UNARY) if bits_too else (alu.ARITHMETIC, alu.UNARY)
     operator = alu.name(op, tables, ins, f"op{number}")
-    argument = f"operand{number}"
+    argument = argument or f"operand{number}"
+    if operator == "power":
+        raise EngineError(f"{ins}: op{number}=nl.power: only tensor_tensor has it, on the GpSimd engine")
     if operator in alu.UNARY or operator == "invert":
         if isinstance(operand, NkiTensor) or operand not in (None, 0):
             raise EngineError(f"{ins}: op{number}=nl.{operator} takes no {argument}: pass None or 0, got {operand!r}")
@@ -202,8 +208,15 @@ def tensor_scalar(
                     x = apply(operator, x, operand, reverse)
             checks.store(dst, x, flush)
 
-    facts = checks.facts(dst, data, mode="copy" if on == "DVE" else None)
+    facts = checks.facts(dst, data) | {"mode": checks.copy_mode(dst, data) if on == "DVE" else 1}
     return core.issue(ins, on, run, (data, *reads), (dst,), **facts, operator="/".join(operators), name=name)
+
+
+def _binary(ins, operator):
+    """The NumPy function of an arithmetic operator of the vector engine."""
+    if operator == "power":
+        raise EngineError(f"{ins}: nl.power: only tensor_tensor has it, on the GpSimd engine")
+    return alu.ARITHMETIC[operator]
 
 
 def scalar_tensor_tensor(dst, data, op0, operand0, op1, operand1, reverse0=False, reverse1=False, name=None):
@@ -215,7 +228,7 @@ def scalar_tensor_tensor(dst, data, op0, operand0, op1, operand1, reverse0=False
     checks.not_both_psum(ins, "data", data, "operand1", operand1)
     first, reads = stage(ins, 0, op0, operand0, data, bits_too=False)
     second = alu.name(op1, (alu.ARITHMETIC,), ins, "op1")
-    f, core = alu.ARITHMETIC[second], machine.current()
+    f, core = _binary(ins, second), machine.current()
     flush = core.options.flush
 
     def run():
@@ -227,6 +240,7 @@ def scalar_tensor_tensor(dst, data, op0, operand0, op1, operand1, reverse0=False
         checks.store(dst, x, flush)
 
     facts = checks.facts(dst, data, operand1)
+    facts["light"] = (first, second) == ("subtract", "multiply") and checks.narrow(data, operand1) and data.free % 2 == 0
     return core.issue(
         ins, "DVE", run, (data, operand1, *reads), (dst,), **facts, operator=f"{first}/{second}", name=name
     )
@@ -244,7 +258,7 @@ def tensor_tensor_scan(dst, data0, data1, initial, op0, op1, reverse0=False, rev
     checks.not_both_psum(ins, "data0", data0, "data1", data1)
     reads = checks.vector(ins, "initial", initial, data0, dtype=None)
     first, second = (alu.name(op, (alu.ARITHMETIC,), ins, f"op{i}") for i, op in enumerate((op0, op1)))
-    f, g, core = alu.ARITHMETIC[first], alu.ARITHMETIC[second], machine.current()
+    f, g, core = _binary(ins, first), _binary(ins, second), machine.current()
     flush, p = core.options.flush, dst.shape[0]
 
     def run():
@@ -253,10 +267,10 @@ def tensor_tensor_scan(dst, data0, data1, initial, op0, op1, reverse0=False, rev
         out = np.empty_like(a)
         state = np.broadcast_to(checks.scalar(initial, 1), (p,))
         with np.errstate(**_QUIET):
-            for i in range(len(a)):
-                state = f(state, a[i]) if reverse0 else f(a[i], state)
-                state = g(b[i], state) if reverse1 else g(state, b[i])
-                out[i] = state
+            for x, y, made in zip(list(a), list(b), list(out), strict=True):
+                between = f(state, x) if reverse0 else f(x, state)
+                made[:] = g(y, between) if reverse1 else g(between, y)
+                state = made
         checks.store(dst, out.T, flush)
 
     facts = checks.facts(dst, data0, data1)
@@ -293,7 +307,9 @@ def tensor_reduce(dst, op, data, axis, negate=False, keepdims=False, name=None):
                 x = reduced(operator, checks.fp32(data, flush), axes, core.options.exact)
             checks.store(dst, -x if negate else x, flush)
 
-    return core.issue(ins, "DVE", run, (data,), (dst,), **checks.facts(dst, data), operator=operator, name=name)
+    half = checks.narrow(dst, data) and dst.dtype == data.dtype == "bfloat16" and operator in ("add", "maximum")
+    facts = checks.facts(dst, data) | {"mode": 2 if half else 1}
+    return core.issue(ins, "DVE", run, (data,), (dst,), **facts, operator=operator, name=name)
 
 
 def reducer(ins, op, argument="op"):
@@ -301,13 +317,6 @@ def reducer(ins, op, argument="op"):
     if getattr(op, "__name__", None) == "subtract":
         raise UnsupportedError(f"{ins}: {argument}=nl.subtract: what a reduction by it gives is not documented")
     return alu.name(op, (alu.REDUCE,), ins, argument)
-
-
-def reduced(operator, x, axes, exact=False):
-    """float32 x reduced over `axes`."""
-    if operator == "add" and exact:
-        return x.sum(axis=axes, dtype=np.float64).astype(np.float32)
-    return alu.REDUCE[operator].reduce(x, axis=axes).astype(np.float32)
 
 
 def reciprocal(dst, data, name=None):
