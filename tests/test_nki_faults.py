@@ -15,7 +15,7 @@ import pytest
 from ringtide.kernels.nki.simulator import alu, dtypes, errors, launch, machine, memory, tensor
 from ringtide.kernels.nki.simulator import isa as nisa
 from ringtide.kernels.nki.simulator import language as nl
-from ringtide.kernels.nki.simulator.isa import checks, dma, gpsimd, tensor_engine
+from ringtide.kernels.nki.simulator.isa import checks, dma, gpsimd, matmul
 from ringtide.kernels.nki.simulator.launch import jit, simulate
 
 FAULTS = {}  # name -> (error, pattern of its message, cores, options, kernel)
@@ -592,15 +592,15 @@ RULES = {  # rule -> (how to turn it off, faults that only it finds)
     "GpSimd selects from SBUF": (lambda p: p.setattr(checks, "SBUF", checks.ON_CHIP), ["select_from_psum"]),
     "matmul reads SBUF": (lambda p: p.setattr(checks, "SBUF", checks.ON_CHIP), ["matmul_of_psum"]),
     "matmul writes PSUM": (lambda p: p.setattr(checks, "PSUM", checks.ON_CHIP), ["matmul_into_sbuf"]),
-    "a matmul stays in a bank": (lambda p: p.setattr(tensor_engine, "_bank", nothing), ["matmul_over_two_banks"]),
+    "a matmul stays in a bank": (lambda p: p.setattr(matmul, "_bank", nothing), ["matmul_over_two_banks"]),
     "8 banks": (lambda p: p.setattr(memory, "PSUM_BANKS", 16), ["nine_banks"]),
     "written before read": (
         lambda p: p.setattr(tensor.NkiTensor, "check_written", nothing),
         ["read_of_nothing", "read_of_half_a_tile", "output_not_whole"],
     ),
     "who wrote PSUM": (_any_writer, ["accumulates_onto_memset", "left_to_choose_onto_memset"]),
-    "float32 goes with float32": (lambda p: p.setattr(tensor_engine, "_FP32", ()), ["matmul_of_mixed_dtypes"]),
-    "0 and 1": (lambda p: p.setattr(tensor_engine, "_zero_one", nothing), ["hint_that_lies"]),
+    "float32 goes with float32": (lambda p: p.setattr(matmul, "_FP32", ()), ["matmul_of_mixed_dtypes"]),
+    "0 and 1": (lambda p: p.setattr(matmul, "_zero_one", nothing), ["hint_that_lies"]),
     "scalars are float32": (_any_vector, ["narrow_scalar", "narrow_scale"]),
     "what the tables cover": (lambda p: p.setattr(alu, "VALID", {}), ["log_of_zero"]),
     "operators are objects": (_any_name, ["operator_by_name"]),

@@ -19,8 +19,8 @@ STRIDE = 16  # bytes between neighbours in a row beyond which an engine's memory
 
 
 def _matmul(f):
-    """Columns of the moving operand stream through; four passes of float32, two if one operand is only 0 and 1, or it is
-    a transpose."""
+    """Columns of the moving operand stream through; four passes of float32, two if one operand is only 0 and 1, or in a
+    transpose."""
     passes = (2 if f.get("onezero") or f.get("transpose") else 4) if f.get("fp32") else 1
     return max(min(64, f["stationary"]), f["moving"]) * passes
 

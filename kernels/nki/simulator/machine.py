@@ -37,6 +37,17 @@ class Instruction:
     nbytes: int = 0
     facts: dict = field(default_factory=dict)  # what the cost was figured from; shapes and dtypes for the trace
 
+    def depends_on(self, *producers):
+        """Runs after the `producers`, too, which are earlier instructions of the same turn of a loop, or of one around
+        it. Returns itself."""
+        for x in producers:
+            if x.index >= self.index or x.loop != self.loop[: len(x.loop)]:
+                raise HazardError(
+                    f"{self.op}: depends_on {x.op} at {x.line}: it must come before, in the same loop or one around it"
+                )
+        self.after = tuple(sorted({*self.after, *(x.index for x in producers)}))
+        return self
+
 
 @dataclass
 class Options:
@@ -72,11 +83,12 @@ class Machine:
         self.storages.append(storage)
         return storage
 
-    def issue(self, op, engine, run, reads=(), writes=(), **facts):
+    def issue(self, op, engine, run, reads=(), writes=(), fence=(), **facts):
         """Does one instruction and records it.
 
         run: a function without arguments that reads and writes the operands' memory. reads, writes: views (with
-        `storage` and `region()`). facts: what the cost table needs, see cost.py.
+        `storage` and `region()`). fence: views that it does not touch, but is ordered with as if it wrote them. facts:
+        what the cost table needs, see cost.py.
         """
         index = len(self.instructions)
         reads = (*reads, *(source for x in (*reads, *writes) for source in x.dynamic))  # where an address came from
@@ -90,7 +102,7 @@ class Machine:
             if storage.constant:
                 self._open(storage)
         run()
-        after = self._order(index, reads, writes)
+        after = self._order(index, reads, (*writes, *((x.storage, x.region()) for x in fence)))
         us, cycles, nbytes = cost.price(op, engine, facts)
         made = Instruction(
             index, op, engine, us, run, after, reads, writes, where(), self.loop, self.ordered, cycles, nbytes, facts

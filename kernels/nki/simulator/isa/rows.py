@@ -1,4 +1,4 @@
-"""The vector engine's instructions on whole rows: reductions beside an operation, selections, statistics, the largest 8."""
+"""The vector engine's instructions on whole rows: reductions on the side, selections, statistics, the largest 8."""
 
 import numpy as np
 
@@ -19,7 +19,9 @@ def _loaded(ins, argument, value, cmd, data):
     """The tensors that the operand of load_reduce reads; it goes with nothing else."""
     load = cmd is enums.reduce_cmd.load_reduce
     if load != (value is not None):
-        raise EngineError(f"{ins}: {argument}={value!r} with {cmd}: it goes with reduce_cmd.load_reduce, which needs it")
+        raise EngineError(
+            f"{ins}: {argument}={value!r} with {cmd}: it goes with reduce_cmd.load_reduce, which needs it"
+        )
     return checks.vector(ins, argument, value, data) if load else ()
 
 
@@ -65,9 +67,7 @@ def tensor_scalar_reduce(
     )
 
 
-def tensor_scalar_cumulative(
-    dst, src, op0, op1, imm0, imm1=None, reduce_cmd=enums.reduce_cmd.reset_reduce, name=None
-):
+def tensor_scalar_cumulative(dst, src, op0, op1, imm0, imm1=None, reduce_cmd=enums.reduce_cmd.reset_reduce, name=None):
     """dst[:, i] = state = (src[:, i] op0 imm0) op1 state. reduce_cmd: where the state starts (load_reduce: at imm1)."""
     ins = "tensor_scalar_cumulative"
     for argument, x in (("dst", dst), ("src", src)):
@@ -101,7 +101,7 @@ def tensor_scalar_cumulative(
     )
 
 
-# --- selections --------------------------------------------------------------------------------------------------------
+# --- selections ---------------------------------------------------------------------------------------------------
 
 
 def _predicate(ins, predicate, allowed):
@@ -110,7 +110,7 @@ def _predicate(ins, predicate, allowed):
 
 
 def tensor_copy_predicated(dst, src, predicate, reverse_pred=False, name=None):
-    """dst = src where predicate is not 0 (with reverse_pred: is 0); elsewhere dst stays. src: of dst's dtype, or a number."""
+    """dst = src (of dst's dtype, or a number) where predicate is not 0 (with reverse_pred: is 0); else dst stays."""
     ins = "tensor_copy_predicated"
     checks.tile(ins, "dst", dst)
     checks.tile(ins, "predicate", predicate)
@@ -202,8 +202,8 @@ def range_select(
     on_false_value=_FP32_MIN,
     name=None,
 ):
-    """dst = on_true_tile where (range_start + i) comp_op0 bound0 and (range_start + i) comp_op1 bound1, i the position in
-    the row, else the least float32. reduce_res [P, 1] = the greatest of each row. Bounds: float32 [P, 1]."""
+    """dst = on_true_tile where j comp_op0 bound0 and j comp_op1 bound1, else the least float32; j is range_start plus the
+    place in the row. reduce_res [P, 1] = the greatest of each row. Bounds: float32 [P, 1]."""
     ins = "range_select"
     checks.tile(ins, "dst", dst)
     checks.tile(ins, "on_true_tile", on_true_tile)
@@ -256,7 +256,9 @@ def nc_stream_shuffle(dst, src, shuffle_mask, name=None):
     for argument, x in (("src", src), ("dst", dst)):
         first = x.partitions()[0]
         if first % 32 or (active > 32 and first not in ((0, 64) if active == 64 else (0,))):
-            raise PartitionError(f"{ins}: {argument} {x!r} starts at partition {first}, not allowed with {active} active")
+            raise PartitionError(
+                f"{ins}: {argument} {x!r} starts at partition {first}, not allowed with {active} active"
+            )
     to = [p for p in range(dst.shape[0]) if mask[p % 32] != 255]
     of = [p // 32 * 32 + mask[p % 32] for p in to]
     if of and max(of) >= src.shape[0]:
@@ -270,11 +272,11 @@ def nc_stream_shuffle(dst, src, shuffle_mask, name=None):
     return machine.current().issue(ins, "DVE", run, (src,), (dst,), **checks.facts(dst, src), name=name)
 
 
-# --- statistics, and the largest eight ---------------------------------------------------------------------------------
+# --- statistics, and the largest eight ----------------------------------------------------------------------------
 
 
 def bn_stats(dst, data, name=None):
-    """dst [P, 6] = count, mean and count times variance of the elements at even places of each row, then at odd ones."""
+    """dst [P, 6] = count, mean and count times variance of the elements at even places of a row, then at odd ones."""
     ins = "bn_stats"
     checks.tile(ins, "dst", dst)
     checks.tile(ins, "data", data)

@@ -60,8 +60,8 @@ def _activation(ins, dst, op, data, bias, scale, reduce_op, reduce_res, cmd, nam
             with np.errstate(**_QUIET):
                 x = x * checks.scalar(scale, x.ndim) + checks.scalar(bias, x.ndim)
         y = evaluate(core, ins, function, x, index)
-        checks.store(dst, y, options.flush)
         sums.reduce("add", y)
+        checks.store(dst, y, options.flush)
 
     facts = checks.facts(dst, data)
     return core.issue(

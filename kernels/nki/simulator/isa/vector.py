@@ -240,7 +240,9 @@ def scalar_tensor_tensor(dst, data, op0, operand0, op1, operand1, reverse0=False
         checks.store(dst, x, flush)
 
     facts = checks.facts(dst, data, operand1)
-    facts["light"] = (first, second) == ("subtract", "multiply") and checks.narrow(data, operand1) and data.free % 2 == 0
+    facts["light"] = (
+        (first, second) == ("subtract", "multiply") and checks.narrow(data, operand1) and data.free % 2 == 0
+    )
     return core.issue(
         ins, "DVE", run, (data, operand1, *reads), (dst,), **facts, operator=f"{first}/{second}", name=name
     )

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from ringtide.kernels.nki.simulator import machine, memory
+from ringtide.kernels.nki.simulator import dtypes, machine, memory
 from ringtide.kernels.nki.simulator.errors import (
     BankError,
     DtypeError,
@@ -163,8 +163,10 @@ def _transpose(op, dst, data, identity, name, accumulate=None):
     if accumulate:
         raise UnsupportedError(f"{op}: is_transpose with accumulate=True: what it adds is not documented")
     k = data.shape[0]
-    if checks.dtypes.size(data.dtype) == 1:
-        raise UnsupportedError(f"{op}: data {data!r}: of 8 bits it comes out in 16, which is not simulated: cast it first")
+    if dtypes.size(data.dtype) == 1:
+        raise UnsupportedError(
+            f"{op}: data {data!r}: of 8 bits it comes out in 16, which is not simulated: cast it first"
+        )
     if dst.dtype != data.dtype:
         raise DtypeError(f"{op}: dst {dst!r}: a transpose keeps the dtype of its data, {data.dtype}")
     if identity is not None and identity.free != k:
@@ -225,21 +227,3 @@ def nc_transpose(dst, data, engine=enums.engine.unknown, name=None):
         dst.state()[...] = memory.WRITTEN
 
     return machine.current().issue(op, "DVE", run, (data,), (dst,), **checks.facts(dst, data), name=name)
-
-
-def nc_matmul_mx(
-    dst,
-    stationary,
-    moving,
-    stationary_scale,
-    moving_scale,
-    tile_position=None,
-    tile_size=None,
-    accumulate=None,
-    name=None,
-):
-    raise UnsupportedError("nc_matmul_mx: needs Trainium3")
-
-
-def quantize_mx(dst, src, dst_scale, name=None):
-    raise UnsupportedError("quantize_mx: needs Trainium3")
