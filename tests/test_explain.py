@@ -5,15 +5,16 @@ import re
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from ringtide import Causal, Chunked, Full, Local, context_parallel_attention, explain
 
 SENT = {  # of what goes in and what comes out on a device: what it sends, each group as on a ring
-    "collective_permute": lambda x, y, group: x,
-    "all_gather": lambda x, y, group: y - x,
-    "reduce_scatter": lambda x, y, group: x - y,
-    "all_to_all": lambda x, y, group: x * (group - 1) // group,
+    "collective_permute": lambda op, x, y: x,
+    "all_gather": lambda op, x, y: y - x,
+    "reduce_scatter": lambda op, x, y: x - y,
+    "all_to_all": lambda op, x, y: x - x // op.attributes["split_count"].value,  # all but the part that stays
 }
 
 
@@ -31,9 +32,7 @@ def sent(lowered):
         if name == "call":
             return count(functions[op.attributes["callee"].value])
         if name in SENT:
-            groups = "replica_groups" in op.attributes and str(op.attributes["replica_groups"])
-            group = int(re.findall(r"(\d+)xi64", groups)[-1]) if groups else 0
-            return SENT[name](size(op.operands[0]), size(op.results[0]), group)
+            return SENT[name](op, size(op.operands[0]), size(op.results[0]))
         inside = sum(count(inner) for region in op.operation.regions for block in region for inner in block)
         return inside * trips(op) if inside and name == "while" else inside
 
@@ -158,6 +157,26 @@ def test_what_is_skipped_padded_and_refused():
     for part in ("ring: as asked for", "3 of 3 hops, to the next device", "6 of 16 pairs", "usp", "refused: ", "KiB"):
         assert part in text
     assert "16,384" in str(explain(*shapes(), mesh=mesh, seq_axis="context", mask=Full()))
+
+
+@pytest.mark.parametrize(
+    ("name", "large"),
+    [
+        ("q_positions", np.array([[0, 1, 2, 2**40]])),
+        ("q_positions", [0, 1, 2, 2**40]),
+        ("kv_positions", np.array([0, 1, 2, 1 << 30], np.int32)),
+        ("segment_ids", (np.zeros((1, 4), np.int64), np.full((1, 4), 2**40))),
+    ],
+)
+def test_values_that_the_op_refuses_are_refused(name, large):
+    how = {"mesh": mesh_of((4,), ("context",)), "seq_axis": "context", "mask": Causal()}
+    arrays = [np.zeros(x.shape, np.float32) for x in shapes(4, batch=1)]
+    with pytest.raises(ValueError, match=rf"{name}: expected values below 2\*\*3[01] in size") as by_op:
+        context_parallel_attention(*arrays, **how, **{name: large})
+    for args in (arrays, shapes(4, batch=1)):
+        with pytest.raises(ValueError) as by_plan:  # noqa: PT011  the message is compared below
+            explain(*args, **how, **{name: large})
+        assert str(by_plan.value) == str(by_op.value)
 
 
 @pytest.mark.parametrize(

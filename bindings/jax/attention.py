@@ -13,6 +13,7 @@ from ringtide.jax import checks, dispatch, meshes
 from ringtide.kernels.masks import Mask, Where, as_mask
 
 NAMES = "attention_out", "attention_lse"  # of what a remat policy must keep, or the backward pass runs forward again
+LIMITS = {"q_positions": 1 << 30, "kv_positions": 1 << 30, "segment_ids": 1 << 31}  # that values must be below, in size
 
 
 def attention(
@@ -208,11 +209,9 @@ def _integers(name, x, axes, sizes):
     """Integers as int32 [B, T], or as [1, T] for positions [T] that all sequences share."""
     if x is None:
         return None
-    if name == "segment_ids":
-        return checks.integers(name, x, axes, sizes)
-    if np.ndim(x) == 1:
-        return checks.integers(name, x, axes.split()[1], sizes, limit=1 << 30)[None]
-    return checks.integers(name, x, axes, sizes, limit=1 << 30)
+    if name != "segment_ids" and np.ndim(x) == 1:
+        return checks.integers(name, x, axes.split()[1], sizes, LIMITS[name])[None]
+    return checks.integers(name, x, axes, sizes, LIMITS[name])
 
 
 def _dense(mask, sizes):

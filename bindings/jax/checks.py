@@ -41,8 +41,19 @@ def array(name, x, axes, sizes, dtypes=FLOATS):
 def integers(name, x, axes, sizes, limit=1 << 31):
     """x as int32 of the given axes, from integers of any dtype; |values| must be below `limit`.
 
+    Raises as `array`, and as `in_range` for values out of range, which would otherwise wrap.
+    """
+    x = in_range(name, x, limit)
+    if isinstance(x, jax.Array) and not np.can_cast(x.dtype, np.int32):
+        x = jnp.clip(x, max(np.iinfo(x.dtype).min, -(1 << 31)), (1 << 31) - 1)  # what was not looked at stays far out
+    return array(name, jnp.asarray(x.astype(np.int32)), axes, sizes, ("int32",))
+
+
+def in_range(name, x, limit=1 << 31):
+    """x as a NumPy or JAX array of integers of any dtype, |values| below `limit`.
+
     What the host holds is looked at here; of arrays on a device, those that int32 cannot hold, in checked mode all.
-    Raises as `array`, and ValueError for values out of range, which would otherwise wrap.
+    Raises TypeError for another dtype, ValueError for values out of range.
     """
     if not isinstance(x, jax.Array):  # looked at before JAX cuts 64 bits to 32
         x = np.asarray(x)
@@ -55,9 +66,7 @@ def integers(name, x, axes, sizes, limit=1 << 31):
     if x.size and not fits and (seen or enabled()):
         message = f"{name}: expected values below 2**{limit.bit_length() - 1} in size, found larger: renumber from 0"
         refuse((x.max() >= limit) | (x.min() < -limit), message)
-    if not held and isinstance(x, jax.Array):  # what was not looked at stays far out, instead of wrapping
-        x = jnp.clip(x, max(np.iinfo(x.dtype).min, -(1 << 31)), (1 << 31) - 1)
-    return array(name, jnp.asarray(x.astype(np.int32)), axes, sizes, ("int32",))
+    return x
 
 
 def number(name, x, instead):

@@ -1,13 +1,14 @@
 """What a context-parallel call would do, by arithmetic on its shapes: nothing is computed, no device is needed."""
 
+import functools
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import jax
 import numpy as np
 
-from ringtide.jax import dispatch
-from ringtide.jax.attention import check, numbers
+from ringtide.jax import checks, dispatch
+from ringtide.jax.attention import LIMITS, check, numbers
 from ringtide.jax.context_parallel import COVERED, STRATEGIES, Call
 from ringtide.kernels.context.hops import Stream
 from ringtide.kernels.context.ulysses import heads_over
@@ -90,19 +91,22 @@ def explain(
     is the ring of permutes, also where the chip compiled for is better off with one kernel that sends by itself.
     Raises: as `context_parallel_attention` for what no strategy can serve, and for a strategy that is named and cannot.
     """
-    arrays = query, key, value, segment_ids, q_positions, kv_positions, sinks, mask if hasattr(mask, "shape") else None
-    leaves = jax.tree.map(
+    ids = {"segment_ids": segment_ids, "q_positions": q_positions, "kv_positions": kv_positions}
+    arrays = query, key, value, ids, sinks, mask if hasattr(mask, "shape") else None
+    query, key, value, ids, sinks, dense = jax.tree.map(
         lambda x: x if hasattr(x, "shape") else np.asarray(x), arrays, is_leaf=lambda x: type(x) is list
     )
+    for name in ids:
+        ids[name] = jax.tree.map(functools.partial(_in_range, name), ids[name])
     checked = []
 
-    def look(query, key, value, segment_ids, q_positions, kv_positions, sinks, dense):
+    def look(query, key, value, ids, sinks, dense):
         see = mask if dense is None else dense
-        *shapes, function, _ = check(query, key, value, see, segment_ids, q_positions, kv_positions, sinks)
+        *shapes, function, _ = check(query, key, value, see, sinks=sinks, **ids)
         checked.append(function)
         return shapes
 
-    query, key, value, where = jax.eval_shape(look, *leaves)
+    query, key, value, where = jax.eval_shape(look, query, key, value, ids, sinks, dense)
     how = strategy, bidirectional, layout, query, key, checked[0], where
     call = Call(mesh, seq_axis, head_axis, batch_axis, *how)
     numbers(query, scale, logits_soft_cap)
@@ -111,6 +115,11 @@ def explain(
     chosen = plans.pop(call.strategy)
     rule = _rule(call) if strategy == "auto" else "as asked for"
     return replace(chosen, rule=rule, others=tuple(plans.values()))
+
+
+def _in_range(name, x):
+    """x, its values checked as the op checks them, where it has values: what is traced shows none."""
+    return checks.in_range(name, x, LIMITS[name]) if hasattr(x, "__array__") else x
 
 
 def _rule(call):
