@@ -185,8 +185,10 @@ def measure(
     truth = options | {"q_positions": at, "kv_positions": at, "logits_soft_cap": soft_cap}
     truth |= {"segment_ids": None if ids is None else (ids, ids)}
     options |= {"axis": "ring", "soft_cap": soft_cap, "sizes": Tiles(rows, 128, 128, 128, fold)}
-    mode = "eager" if eager else "on_wait"
-    options["interpret"] = pltpu.InterpretParams(detect_races=True, dma_execution_mode=mode)
+    how = {"detect_races": True, "dma_execution_mode": "eager" if eager else "on_wait"}
+    if hasattr(pltpu.InterpretParams, "on_race"):  # jax 0.12; by default it would raise, earlier ones only note a race
+        how["on_race"] = "warn"
+    options["interpret"] = pltpu.InterpretParams(**how)
     shards = jax.P("batch" if "batch" in mesh.shape else None, "ring")
 
     def sharded(f, *args):

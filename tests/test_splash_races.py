@@ -16,7 +16,9 @@ from ringtide.kernels.pallas import platforms, splash
 from ringtide.kernels.pallas.tiles import INTERPRET, Tiles
 from ringtide.reference import attention as reference
 
-DETECT = pltpu.InterpretParams(detect_races=True)
+# jax 0.12 would raise at a race, earlier ones only note it.
+NOTE = {"on_race": "warn"} if hasattr(pltpu.InterpretParams, "on_race") else {}
+DETECT = pltpu.InterpretParams(detect_races=True, **NOTE)
 SMALL = Tiles(128, 128, 128, 128)
 
 
