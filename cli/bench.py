@@ -155,6 +155,43 @@ def error(peers, as_json):
         click.echo(json.dumps(row) if as_json else bench.line(row, plain))
 
 
+@command.command()
+@click.option("--shape", "shapes", multiple=True, metavar="KEY=VALUE,...", help="Instead of the table; see above.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object a row.")
+@click.option(
+    "--trace",
+    "trace_file",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="The first row's schedule, for Perfetto.",
+)
+def nki(shapes, as_json, trace_file):
+    """What the kernels for Trainium2 would cost, in the simulator. No device needed; estimated, not measured.
+
+    A shape names what differs from kernel=forward,d_k=128,d_v=128,heads=4,dtype=bfloat16; kernels are forward,
+    forward-fast (gates bounded), backward and decode.
+    """
+    import os
+
+    os.environ["RINGTIDE_NKI"] = "simulator"
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # small matrices: threads only wait for one another
+    from ringtide.bench import nki as bench
+    from ringtide.kernels.nki.simulator.schedule import trace
+
+    try:
+        cases = bench.parse(shapes) or bench.TABLE
+    except ValueError as error:
+        raise click.UsageError(str(error)) from None
+    if trace_file is not None and not trace_file.parent.is_dir():
+        raise click.UsageError(f"--trace {trace_file}: its folder does not exist")
+    if not as_json:
+        click.echo(bench.HEADING)
+    for i, case in enumerate(cases):
+        row, run = bench.row(case)
+        click.echo(json.dumps(row) if as_json else bench.line(row))
+        if trace_file is not None and i == 0:
+            trace_file.write_text(json.dumps(trace(run)), encoding="utf-8")
+
+
 def _say(text):
     click.echo(text, err=True)
 

@@ -1,5 +1,6 @@
 """Times, memory and orders of recorded NKI programs, on records made by hand."""
 
+import dataclasses
 import itertools
 import json
 import random
@@ -119,6 +120,31 @@ def test_steady_state_is_a_difference():
     assert each["t_sum_us"] == pytest.approx(3)
     assert each["engines"]["DMA"] == 0
     assert each["critical"] == "DVE"
+
+
+def test_a_turn_of_a_loop():
+    unit = lambda turn: [("PE", 1, (), {"loop": ((1, turn),)}), ("DVE", 2, (), {"loop": ((1, turn),)})]
+    rows = [("DMA", 7, ()), *unit(0), *unit(1), *unit(2), ("ACT", 5, ())]
+    rows[4] = ("DVE", 2, (0, 1, 2, 3), {"loop": ((1, 1),)})
+    found = schedule.of_turn(program(*rows), 4)
+    assert found["t_max_us"] == 2 / 4
+    assert found["t_sched_us"] == pytest.approx((1 + 0.3 + 2 + 0.3) / 4)  # the barrier at its end, too
+    assert found["instructions"] == 2 / 4
+    assert found["engines"]["DVE"] == 2 / 4
+    with pytest.raises(ValueError, match="no loop of two turns"):
+        schedule.of_turn(program(*rows[:3]))
+
+
+def test_a_turn_is_what_a_longer_loop_takes_longer():
+    turn = _random(2, 100)
+    loop = lambda turns: [
+        dataclasses.replace(x, index=100 * n + x.index, after=tuple(100 * n + b for b in x.after), loop=((1, n),))
+        for n in range(turns)
+        for x in turn
+    ]
+    for name, us in schedule.per_unit(loop(3), loop(5), 2).items():
+        if name not in ("engines", "critical"):
+            assert us == pytest.approx(schedule.of_turn(loop(2))[name])
 
 
 def test_the_slower_of_two_cores():

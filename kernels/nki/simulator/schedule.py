@@ -36,23 +36,46 @@ def times(run) -> dict:
     chain_us, the longest chain of dependent instructions on engines without end; dma_bytes, those to or from HBM;
     hbm_floor_us, the time of these at full bandwidth; instructions, how many.
     """
-    rows = [_times(core) for core in _cores(run)]
-    slowest = max(rows, key=lambda row: row["t_sched_us"])
-    return {k: max(row[k] for row in rows) if k.startswith("t_") else v for k, v in slowest.items()}
+    return _slowest([_times(core, _befores(core)) for core in _cores(run)])
+
+
+def of_turn(run, units=1) -> dict:
+    """`times` of the second turn of the run's first loop, from barrier to barrier: what a loop repeats for long.
+
+    units: how many (chunk, head)s or (sequence, head)s a turn does; all figures are a unit's. Raises ValueError if the
+    run has no loop of two turns.
+    """
+    parts = []
+    for core in _cores(run):
+        loops = [made.loop[0] if made.loop else None for made in core.instructions]
+        loop = next((x[0] for x in loops if x), None)
+        at = [i for i, x in enumerate(loops) if x == (loop, 1)]
+        if not at:
+            raise ValueError("of_turn: the run has no loop of two turns or more")
+        befores, first = _befores(core), at[0]
+        part = SimpleNamespace(core=core.core, instructions=core.instructions[first : at[-1] + 1])
+        found = _times(part, [{b - first for b in befores[i] if b >= first} for i in at])
+        parts.append(found | {name: found[name] + SYNC for name in ("t_sched_us", "t_list_us", "chain_us")})
+    return _each(_slowest(parts), units)
 
 
 def per_unit(short, long, units) -> dict:
-    """Times of the steady state: (T(long) - T(short)) / units, of every figure of `times`.
+    """Times of the steady state of a run without loops: (T(long) - T(short)) / units, of every figure of `times`.
 
     short, long: two runs (or dicts of `times`) of the same kernel, `long` with `units` more of what it repeats, (chunk,
     head)s or (sequence, head)s. Start and end of the program, which both have, cancel.
     """
     short, long = (x if isinstance(x, dict) else times(x) for x in (short, long))
-    each = {
-        k: (v - short[k]) / units for k, v in long.items() if k.endswith("_us") or k in ("dma_bytes", "instructions")
-    }
-    each["engines"] = {e: (us - short["engines"][e]) / units for e, us in long["engines"].items()}
-    return each | {"critical": max(each["engines"], key=each["engines"].get)}
+    more = {k: v - short[k] for k, v in long.items() if k not in ("engines", "critical")}
+    engines = {e: us - short["engines"][e] for e, us in long["engines"].items()}
+    return _each(more | {"engines": engines, "critical": max(engines, key=engines.get)}, units)
+
+
+def _each(found, units):
+    """`found` a unit."""
+    each = {k: v / units for k, v in found.items() if k not in ("engines", "critical")}
+    engines = {e: us / units for e, us in found["engines"].items()}
+    return each | {"engines": engines, "critical": found["critical"]}
 
 
 def trace(run) -> dict:
@@ -120,9 +143,14 @@ def _busy(core):
     return busy
 
 
-def _times(core):
+def _slowest(rows):
+    """Of cores' times those of the slowest one; T_max to T_list each the greatest of any."""
+    slowest = max(rows, key=lambda row: row["t_sched_us"])
+    return {k: max(row[k] for row in rows) if k.startswith("t_") else v for k, v in slowest.items()}
+
+
+def _times(core, befores):
     busy = _busy(core)
-    befores = _befores(core)
     sched, free = _place(core, befores).end, _place(core, befores, free=True).end
     hbm = sum(
         made.nbytes * sum(any(x.space == "hbm" for x, _ in side) for side in (made.reads, made.writes))
@@ -190,9 +218,9 @@ def _place_turn(plan, turn, befores, at, free, last):
             followers[b].append((i, kind))
         waiting[i] = len(edges)
     urgency = _urgency(turn, followers) if free else range(len(turn))
-    ready, because = [plan.end] * len(turn), [("start", last)] * len(turn)
+    ready, because = [0.0] * len(turn), [("start", last)] * len(turn)  # times from the turn's start: equal turns, equal
     soon, now = {e: [] for e in ENGINES}, {e: [] for e in ENGINES}  # heaps: (when ready, which); (urgency, which)
-    idle_from, latest = dict.fromkeys(ENGINES, plan.end), {}
+    idle_from, latest = dict.fromkeys(ENGINES, 0.0), {}
 
     def release(i):
         heappush(soon[turn[i].engine], (ready[i] + _lag(turn[i]), i))
@@ -212,7 +240,7 @@ def _place_turn(plan, turn, befores, at, free, last):
         if start > ready[i] + _lag(made):
             because[i] = "engine", latest[engine]
         end = start + made.us
-        plan.starts[at + i], plan.ends[at + i], plan.because[at + i] = start, end, because[i]
+        plan.starts[at + i], plan.ends[at + i], plan.because[at + i] = plan.end + start, plan.end + end, because[i]
         idle_from[engine], latest[engine] = end, at + i
         for j, kind in followers[i]:
             if kind is _IN_ORDER:
