@@ -278,9 +278,9 @@ def test_broadcast_to(shape, to, dtype):
 
 
 def test_matmul_and_transpose():
-    x, y = _normal(64, 128, dtype=BF16), _normal(128, 300, dtype=BF16, seed=1)
-    assert (_on_tiles(nl.transpose, x) == x.T).all()
-    truth = x.astype(np.float32) @ y.astype(np.float32)
+    x, y = _normal(64, 128), _normal(128, 300, seed=1)
+    assert (_on_tiles(nl.transpose, x.astype(BF16)) == x.astype(BF16).T).all()
+    truth = x @ y
     np.testing.assert_allclose(_on_tiles(nl.matmul, x, y), truth, rtol=1e-5, atol=1e-4)
     turned = _on_tiles(lambda x, y: nl.matmul(x, y, transpose_x=True), np.ascontiguousarray(x.T), y)
     np.testing.assert_allclose(turned, truth, rtol=1e-5, atol=1e-4)
@@ -296,6 +296,7 @@ def test_matmul_and_transpose():
         (lambda x: nl.load(x), errors.BufferError, "loads from HBM"),
         (lambda x: nl.store(x, x), errors.BufferError, "stores to HBM"),
         (lambda x: nl.broadcast_to(x, (128, 3)), errors.ShapeError, "each equal or 1"),
+        (lambda x: nl.matmul(nl.copy(x, nl.bfloat16), nl.copy(x, nl.bfloat16), True), errors.DtypeError, "float32"),
     ],
 )
 def test_functions_refuse(f, error, says):

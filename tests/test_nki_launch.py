@@ -282,7 +282,7 @@ def test_lint_finds(tmp_path, body, rule):
     [
         "def kernel(x, scale=1.0):\n    assert x.shape[0] == 128\n    return None if scale is None else x",
         "def kernel(x):\n    made = []\n    for i in range(3):\n        made.append(lambda i=i: i)\n    return made",
-        "def kernel(x):\n    t = nl.load(x)\n    if t.shape[0] > 2 and t is not None:\n        t[0:2] = 0",
+        "def kernel(x):\n    t = nl.load(x)\n    if t.shape[0] > 2 and t != None:\n        t[0:2] = 0",
         "def kernel(x):\n    n = 4\n    while n > 1:\n        n //= 2\n    return n",
         "def kernel(x):\n    return x\ndef unused(x, *, y):\n    return y",
     ],

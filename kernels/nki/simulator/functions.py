@@ -230,12 +230,14 @@ def transpose(x, dtype=None):
 
 
 def matmul(x, y, transpose_x=False):
-    """x @ y in PSUM, float32. x: [M, K], or [K, M] with transpose_x, which saves its transpose; y: [K, N]."""
+    """x @ y in PSUM, of their dtype: on Trainium2 that must be float32, nisa.nc_matmul takes narrower ones.
+
+    x: [M, K], or [K, M] with transpose_x, which saves its transpose; y: [K, N]."""
     if not transpose_x:
         turned = _new((x.free, x.shape[0]), x.dtype)
         _isa().tensor_copy(turned, transpose(x))
         x = turned
-    made = _new((x.free, y.free), "float32", "psum")
+    made = _new((x.free, y.free), _common([x, y]), "psum")
     _isa().nc_matmul(made, x, y, accumulate=False)
     return made
 

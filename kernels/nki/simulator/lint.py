@@ -142,9 +142,11 @@ class _Function(ast.NodeVisitor):
         if isinstance(test, ast.UnaryOp):
             return self._values(test.operand)
         if isinstance(test, ast.Compare):
-            if any(isinstance(op, ast.Is | ast.IsNot | ast.In | ast.NotIn) for op in test.ops):
+            sides = test.left, *test.comparators
+            none = [x for x in sides if isinstance(x, ast.Constant) and x.value is None]
+            if none or any(isinstance(op, ast.Is | ast.IsNot | ast.In | ast.NotIn) for op in test.ops):
                 return set()
-            return set().union(*map(self._values, (test.left, *test.comparators)))
+            return set().union(*map(self._values, sides))
         if isinstance(test, ast.Subscript):
             return self._values(test.value)
         return {test.id} & self.tensors if isinstance(test, ast.Name) else set()
