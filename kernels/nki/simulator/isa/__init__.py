@@ -1,6 +1,7 @@
 """`nki.isa`: one file an engine or a subject, gathered under the names of the public API."""
 # ruff: noqa: F401
 
+from ringtide.kernels.nki.simulator.errors import NkiSimError as NkiValidationError
 from ringtide.kernels.nki.simulator.isa.cores import core_barrier, sendrecv
 from ringtide.kernels.nki.simulator.isa.dma import dma_compute, dma_copy, dma_transpose
 from ringtide.kernels.nki.simulator.isa.enums import (

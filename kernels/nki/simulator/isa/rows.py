@@ -202,8 +202,8 @@ def range_select(
     on_false_value=_FP32_MIN,
     name=None,
 ):
-    """dst = on_true_tile where j comp_op0 bound0 and j comp_op1 bound1, else the least float32; j is range_start plus the
-    place in the row. reduce_res [P, 1] = the greatest of each row. Bounds: float32 [P, 1]."""
+    """dst = on_true_tile where j comp_op0 bound0 and j comp_op1 bound1, else the least float32; j is range_start plus
+    the place in the row. reduce_res [P, 1] = the greatest of each row. Bounds: float32 [P, 1]."""
     ins = "range_select"
     checks.tile(ins, "dst", dst)
     checks.tile(ins, "on_true_tile", on_true_tile)

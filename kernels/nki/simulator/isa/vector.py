@@ -46,7 +46,8 @@ def memset(dst, value, engine=enums.engine.unknown, name=None):
             raise DtypeError(f"{op}: {dst.dtype} has no value {value!r}")
         filled = np.int64(value)
     else:
-        filled = np.float32(value)
+        with np.errstate(over="ignore"):
+            filled = np.float32(value)
         if np.isfinite(value) and not np.isfinite(float(dtypes.narrow(filled.reshape(1), dst.dtype)[0])):
             raise DtypeError(f"{op}: {dst.dtype} cannot hold {value!r}")
 
