@@ -1,7 +1,8 @@
 """What the NKI kernels cost a unit on a Trainium2 core, estimated by the simulator: no device, nothing measured.
 
 A unit is a (chunk of 128 tokens, head), or for decode a (sequence, head). Each row is the steady state: one turn of the
-kernel's loop over a long sequence, its barrier included; or, of a kernel that does not loop, what more units take more.
+kernel's loop over a long sequence or a large batch, the barrier at its end included. (backward has two loops, one over
+the chunks for their states and one back: a turn of each.)
 All times are of one core, the documented costs of instructions put together in four ways: see
 kernels/nki/simulator/schedule.py, and docs/simulator.md for how far to trust them.
 """
@@ -24,9 +25,11 @@ class Case:
 
 
 TABLE = [
-    *(Case("forward", *shape) for shape in ((64, 64), (96, 192), (128, 128), (128, 256))),
+    *(Case("forward", *shape) for shape in ((64, 64), (80, 160), (96, 192), (128, 128), (128, 256))),
     Case("forward", dtype="float32"),
     *(Case("forward-fast", *shape) for shape in ((96, 192), (128, 128))),
+    *(Case("backward", *shape) for shape in ((96, 192), (128, 128))),
+    *(Case("decode", *shape, heads=16) for shape in ((96, 192), (128, 128))),
 ]
 
 
@@ -52,8 +55,10 @@ def parse(texts) -> list[Case]:
 
 def row(case) -> tuple:
     """(the figures of a case, the Run that they are from)."""
-    found, run = _STEADY[case.kernel](case)
-    held = run.capacity[0]
+    from ringtide.kernels.nki.simulator import schedule
+
+    run, units = _RUNS[case.kernel](case)
+    found, held = schedule.of_turn(run, units), run.capacity[0]
     return {
         "kernel": case.kernel,
         "d_k": case.d_k,
@@ -72,31 +77,64 @@ def row(case) -> tuple:
 
 def _forward(case, fast=False):
     from ringtide.kernels.nki import gla
-    from ringtide.kernels.nki.simulator import launch, schedule
 
-    turn = 2 * -(-gla.TURN // (2 * case.heads))  # chunks
-    q, k, v, g, h0 = _inputs(case, 2 * turn * C)
-    call = launch.simulate(gla.gla_forward)
-    call(q, k, v, g, h0, case.d_k**-0.5, fast)
-    return schedule.of_turn(call.last, turn * case.heads), call.last
+    chunks = _chunks(gla, case)
+    q, k, v, g, h0, _ = _inputs(case, 2 * chunks * C)
+    run = _run(gla.gla_forward, q, k, v, g, h0, case.d_k**-0.5, fast)
+    return run, chunks * case.heads
 
 
-_STEADY = {
+def _backward(case):
+    from ringtide.kernels.nki import gla_bwd
+
+    chunks = _chunks(gla_bwd, case)
+    q, k, v, g, h0, do = _inputs(case, 2 * chunks * C)
+    run = _run(gla_bwd.gla_backward, q, k, v, g, h0, do, h0, case.d_k**-0.5)
+    return run, chunks * case.heads
+
+
+def _decode(case):
+    from ringtide.kernels.nki import gla_decode
+
+    turn = gla_decode.ROWS // case.heads  # sequences
+    q, k, v, g, _, _ = (x[0] for x in _inputs(case, 2 * turn))
+    pool = np.zeros((2 * turn + gla_decode.SPARE, case.d_k, case.heads, case.d_v), np.float32)
+    slots = np.repeat(np.arange(2 * turn, dtype=np.int32)[:, None], 2, axis=1)
+    run = _run(gla_decode.gla_decode, q, k, v, g, pool, slots, case.d_k**-0.5)
+    return run, turn * case.heads
+
+
+_RUNS = {  # kernel -> (a run of two turns of its loop, units of a turn)
     "forward": _forward,
     "forward-fast": lambda case: _forward(case, fast=True),
+    "backward": _backward,
+    "decode": _decode,
 }
 
 
+def _run(kernel, *arrays):
+    from ringtide.kernels.nki.simulator import launch
+
+    call = launch.simulate(kernel)
+    call(*arrays)
+    return call.last
+
+
+def _chunks(kernel, case):
+    """Chunks of a turn of a kernel's loop over the sequence."""
+    return 2 * -(-kernel.TURN // (2 * case.heads))
+
+
 def _inputs(case, tokens):
-    """q, k, v, g, initial state."""
+    """q, k, v, g, initial state, do."""
     from ringtide.kernels.nki.simulator import dtypes
 
     rng = np.random.default_rng(0)
     draw = lambda *shape: rng.standard_normal(shape, np.float32)
     q, k, g = (draw(1, tokens, case.heads, case.d_k) for _ in range(3))
-    v = draw(1, tokens, case.heads, case.d_v)
-    q, k, v = (dtypes.narrow(x, case.dtype) for x in (q, k, v))
-    return q, k, v, -np.abs(g) / 16, draw(1, case.heads, case.d_k, case.d_v)
+    v, do = (draw(1, tokens, case.heads, case.d_v) for _ in range(2))
+    q, k, v, do = (dtypes.narrow(x, case.dtype) for x in (q, k, v, do))
+    return q, k, v, -np.abs(g) / 16, draw(1, case.heads, case.d_k, case.d_v), do
 
 
 HEADING = (

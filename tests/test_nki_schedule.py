@@ -135,6 +135,13 @@ def test_a_turn_of_a_loop():
         schedule.of_turn(program(*rows[:3]))
 
 
+def test_turns_of_two_loops_one_after_another():
+    rows = [("PE", us, (), {"loop": ((loop, turn),)}) for loop, us in ((1, 1), (2, 3)) for turn in range(2)]
+    found = schedule.of_turn(program(*rows))
+    assert found["t_max_us"] == 4
+    assert found["t_sched_us"] == pytest.approx(1 + 0.3 + 3 + 0.3)
+
+
 def test_a_turn_is_what_a_longer_loop_takes_longer():
     turn = _random(2, 100)
     loop = lambda turns: [

@@ -40,21 +40,20 @@ def times(run) -> dict:
 
 
 def of_turn(run, units=1) -> dict:
-    """`times` of the second turn of the run's first loop, from barrier to barrier: what a loop repeats for long.
+    """`times` of the second turn of each loop of the run, one after another, from barrier to barrier: what loops repeat
+    for long.
 
     units: how many (chunk, head)s or (sequence, head)s a turn does; all figures are a unit's. Raises ValueError if the
     run has no loop of two turns.
     """
     parts = []
     for core in _cores(run):
-        loops = [made.loop[0] if made.loop else None for made in core.instructions]
-        loop = next((x[0] for x in loops if x), None)
-        at = [i for i, x in enumerate(loops) if x == (loop, 1)]
-        if not at:
+        there = [made.index for made in core.instructions if made.loop and made.loop[0][1] == 1]
+        if not there:
             raise ValueError("of_turn: the run has no loop of two turns or more")
-        befores, first = _befores(core), at[0]
-        part = SimpleNamespace(core=core.core, instructions=core.instructions[first : at[-1] + 1])
-        found = _times(part, [{b - first for b in befores[i] if b >= first} for i in at])
+        befores, place = _befores(core), {index: i for i, index in enumerate(there)}
+        part = SimpleNamespace(core=core.core, instructions=[core.instructions[index] for index in there])
+        found = _times(part, [{place[b] for b in befores[index] if b in place} for index in there])
         parts.append(found | {name: found[name] + SYNC for name in ("t_sched_us", "t_list_us", "chain_us")})
     return _each(_slowest(parts), units)
 

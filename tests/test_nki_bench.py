@@ -1,0 +1,105 @@
+"""`ringtide bench nki`: on a small kernel, and the forward kernel against the times that it was designed for."""
+
+import json
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+
+from ringtide.bench import nki as bench
+from ringtide.cli import main
+from ringtide.kernels.nki.simulator import isa as nisa
+from ringtide.kernels.nki.simulator import language as nl
+from ringtide.kernels.nki.simulator import schedule
+from ringtide.kernels.nki.simulator.launch import simulate
+
+KEYS = {"kernel", "d_k", "d_v", "heads", "t_max_us", "t_sum_us", "t_sched_us", "t_list_us", "hbm_floor_us", "critical"}
+
+
+def doubled(x):
+    """2 x, eight rows of 128 a turn."""
+    out = nl.ndarray(x.shape, x.dtype, buffer=nl.shared_hbm)
+
+    def turn(i):
+        for unit in range(8):
+            tile = nl.ndarray((128, x.shape[3]), x.dtype)
+            here = [[x.shape[3], 128], [1, x.shape[3]]]
+            at = unit * 128 * x.shape[3]
+            nisa.dma_copy(tile, x.ap(here, offset=at, scalar_offset=i, indirect_dim=0))
+            nisa.tensor_scalar(tile, tile, nl.multiply, 2.0)
+            nisa.dma_copy(out.ap(here, offset=at, scalar_offset=i, indirect_dim=0), tile)
+
+    nl.fori_loop(0, x.shape[0], turn)
+    return out
+
+
+@pytest.fixture
+def small(monkeypatch):
+    def run(case):
+        call = simulate(doubled)
+        call(np.ones((2, 8, 128, case.d_k), np.float32))
+        return call.last, 8
+
+    monkeypatch.setattr(bench, "_RUNS", dict.fromkeys(bench.KERNELS, run))
+
+
+def invoke(*args):
+    return CliRunner().invoke(main, ["bench", "nki", *args])
+
+
+def test_rows_are_of_a_unit(small):
+    result = invoke("--json", "--shape", "kernel=backward,d_k=512,heads=2", "--shape", "d_k=64")
+    assert result.exit_code == 0, result.output
+    wide, narrow = map(json.loads, result.stdout.splitlines())
+    assert set(wide) >= KEYS
+    assert (wide["kernel"], wide["d_k"], wide["d_v"], wide["heads"]) == ("backward", 512, 128, 2)
+    assert wide["kind"] == "estimate"
+    assert wide["critical"] == "DMA"
+    nbytes = 2 * 128 * 512 * 4
+    assert wide["hbm_floor_us"] == pytest.approx(nbytes / 362e3, abs=1e-4)
+    assert wide["t_max_us"] == pytest.approx(nbytes / 368e3, abs=1e-4)
+    assert wide["t_sum_us"] == pytest.approx(512 / 960, abs=1e-4)  # DVE, cycles of one a partition
+    assert wide["engines"]["DVE"] == wide["t_sum_us"]
+    assert wide["instructions"] == 3
+    assert narrow["t_max_us"] == pytest.approx(nbytes / 8 / 368e3 * 8, abs=1e-4)  # rows of 256 bytes, an eighth as fast
+    assert narrow["kernel"] == "forward"
+
+
+def test_the_table_and_its_heading(small):
+    text = invoke().stdout.splitlines()
+    assert "estimated" in text[0]
+    assert len(text) == 2 + len(bench.TABLE)
+    assert {case.kernel for case in bench.TABLE} == set(bench.KERNELS)
+    widths = {line.index("|") for line in text[1:]}
+    assert len(widths) == 1
+
+
+def test_trace_of_the_first_row(small, tmp_path):
+    file = tmp_path / "trace.json"
+    assert invoke("--shape", "d_k=8", "--trace", str(file)).exit_code == 0
+    events = json.loads(file.read_text())["traceEvents"]
+    assert {event["tid"] for event in events} == {"DMA", "DVE"}
+    assert len(events) == 2 * 8 * 3
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["--shape", "kernel=sideways"], "kernel=forward|forward-fast|backward|decode"),
+        (["--shape", "d_k=0"], "a number from 1 to 512"),
+        (["--shape", "dtype=float64"], "dtype=bfloat16|float16|float32"),
+        (["--trace", "/nowhere/at/all.json"], "its folder does not exist"),
+    ],
+)
+def test_refused(args, message):
+    result = invoke(*args)
+    assert result.exit_code == 2
+    assert message in " ".join(result.output.split())
+
+
+def test_forward_is_as_fast_as_it_was_designed_to_be():
+    run, units = bench._RUNS["forward"](bench.Case("forward"))
+    found = schedule.of_turn(run, units)
+    assert found["t_max_us"] <= 2.3
+    assert found["t_sched_us"] <= 3.2
+    assert found["t_list_us"] <= 2.6
