@@ -115,22 +115,21 @@ class Machine:
         storage.constant = False
         held = self.shared.before(storage) if storage.shared and self.shared is not None else None
         storage.initial = storage.data.copy() if held is None else held
-        storage.accesses = [
-            (region, x.index, False) for x in self.instructions for s, region in x.reads if s is storage
-        ]
+        storage.reads = [(region, x.index) for x in self.instructions for s, region in x.reads if s is storage]
 
     def _order(self, index, reads, writes):
         after = set()
-        for storage, region in reads:
-            after.update(i for there, i, wrote in storage.accesses if wrote and there.overlaps(region))
+        for storage, region in (*reads, *writes):
+            after.update(i for there, i in storage.writes if there.overlaps(region))
         for storage, region in writes:
-            after.update(i for there, i, _ in storage.accesses if there.overlaps(region))
-        for storage, region in writes:
-            storage.accesses = [x for x in storage.accesses if not region.covers(x[0])]
-            storage.accesses.append((region, index, True))
+            after.update(i for there, i in storage.reads if there.overlaps(region))
+        for storage, region in writes:  # what it covers, all that comes later need not look at
+            storage.reads = [x for x in storage.reads if not region.covers(x[0])]
+            storage.writes = [x for x in storage.writes if not region.covers(x[0])]
+            storage.writes.append((region, index))
         for storage, region in reads:
             if not storage.constant:
-                storage.accesses.append((region, index, False))
+                storage.reads.append((region, index))
         for storage, _ in (*reads, *writes):
             storage.first = index if storage.first is None else storage.first
             storage.last = index

@@ -20,8 +20,8 @@ _RUNS = 4096  # an access of more separate runs counts as all between its first 
 class Storage:
     """One allocation. space: "sbuf", "psum" or "hbm"."""
 
-    __slots__ = ("_regions", "accesses", "address", "constant", "data", "first", "initial", "last", "name", "row_bytes",
-                 "rows", "scope", "shared", "space", "state")  # fmt: skip
+    __slots__ = ("_regions", "address", "constant", "data", "first", "initial", "last", "name", "reads", "row_bytes",
+                 "rows", "scope", "shared", "space", "state", "writes")  # fmt: skip
 
     def __init__(self, name, space, rows, row_bytes, scope=None, shared=False, address=None):
         self.name, self.space, self.rows, self.row_bytes = name, space, rows, row_bytes
@@ -30,7 +30,7 @@ class Storage:
         self.initial = None  # the bytes of an input that the kernel writes
         self.data = np.empty(rows * row_bytes, np.uint8)
         self.state = np.empty(rows * row_bytes, np.uint8)
-        self.accesses = []  # [(Region, index of the instruction, is it a write)] that a later one may depend on
+        self.reads, self.writes = [], []  # [(Region, index of the instruction)] that a later one may depend on
         self.first = self.last = None  # first and last instruction that touches it
         self._regions = {}
         self.forget()

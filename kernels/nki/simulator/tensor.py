@@ -5,6 +5,8 @@ elements of the view's dtype over the whole allocation, so a step of one partiti
 holds, which is how `.ap` counts, too.
 """
 
+import math
+
 import numpy as np
 
 from ringtide.kernels.nki.simulator import dtypes, machine, memory
@@ -30,7 +32,7 @@ class DynamicSlice:
 class NkiTensor:
     """A view: shape, strides and offset in elements, over a Storage. `buffer` is the MemoryRegion it lives in."""
 
-    __slots__ = ("shape", "strides", "offset", "dtype", "storage", "buffer", "name", "dynamic")
+    __slots__ = ("buffer", "dtype", "dynamic", "name", "offset", "shape", "storage", "strides")
 
     def __init__(self, shape, dtype, storage, buffer, name="", strides=None, offset=0, dynamic=()):
         self.shape, self.dtype, self.storage, self.buffer, self.name = tuple(shape), dtype, storage, buffer, name
@@ -85,7 +87,7 @@ class NkiTensor:
     @property
     def free(self) -> int:
         """Elements a partition."""
-        return int(np.prod(self.shape[1:], dtype=np.int64))
+        return math.prod(self.shape[1:])
 
     def partitions(self):
         """(first, count), checked against the rule of starts: 128 at 0, up to 64 at 0 or 64, up to 32 at any 32."""
@@ -108,7 +110,7 @@ class NkiTensor:
 
     @property
     def size(self) -> int:
-        return int(np.prod(self.shape, dtype=np.int64))
+        return math.prod(self.shape)
 
     def __getitem__(self, key):
         key = key if isinstance(key, tuple) else (key,)
@@ -311,7 +313,8 @@ class NkiTensor:
             row = self.storage.row_bytes // dtypes.size(base.dtype)
             if steps[0] != row and counts[0] > 1:
                 raise PartitionError(
-                    f"{self!r}.ap: the first pair is the partition, its step is the {row} elements of one, got {steps[0]}"
+                    f"{self!r}.ap: the first pair is the partition, its step is the {row} elements of one, "
+                    f"got {steps[0]}"
                 )
             last = start % row + sum(s * (n - 1) for s, n in zip(steps[1:], counts[1:], strict=True) if s > 0)
             if last >= row:
@@ -356,7 +359,7 @@ class NkiTensor:
             raise ShapeError(f"{self!r}: an address that was read from memory cannot be indexed by another one")
         last = offset + sum(s * (n - 1) for s, n in zip(strides, shape, strict=True) if s > 0)
         held = len(self.storage.data) // dtypes.size(dtype)
-        if check and not (0 <= offset and last < held):
+        if check and (offset < 0 or last >= held):
             raise OutOfBoundsError(f"{self!r}: an access of {shape} reaches element {last}, the tensor has {held}")
         return NkiTensor(
             shape, dtype, self.storage, self.buffer, self.name, strides, int(offset), self.dynamic + dynamic

@@ -1,5 +1,8 @@
 """The GpSimd engine: patterns over partition and position, gathers. It does not reach PSUM."""
 
+import math
+from functools import lru_cache
+
 import numpy as np
 
 from ringtide.kernels.nki.simulator import alu, dtypes, machine
@@ -10,16 +13,22 @@ from ringtide.kernels.nki.simulator.isa.accumulators import reduced
 
 def _pattern(op, dst, pattern, offset, channel_multiplier) -> np.ndarray:
     """int64 [P, elements a partition]: offset + p * channel_multiplier + the sum of each step times its index."""
-    pairs = [tuple(pair) for pair in pattern]
-    if not 1 <= len(pairs) <= 4 or any(len(pair) != 2 for pair in pairs):
+    pairs = tuple((int(step), int(count)) for step, count in pattern)
+    if not 1 <= len(pairs) <= 4:
         raise ShapeError(f"{op}: pattern={pattern}: one to four pairs [step, count]")
-    values = np.full((1,), int(offset), np.int64)
+    n = math.prod(count for _, count in pairs)
+    if n != dst.free:
+        raise ShapeError(f"{op}: pattern={pattern} has {n} elements, dst {dst!r} has {dst.free} a partition")
+    return _affine(dst.shape[0], pairs, int(offset), int(channel_multiplier))
+
+
+@lru_cache(32)
+def _affine(rows, pairs, offset, channel_multiplier):
+    values = np.full(1, offset, np.int64)
     for step, count in pairs:
-        values = (values[:, None] + int(step) * np.arange(int(count), dtype=np.int64)).reshape(-1)
-    if len(values) != dst.free:
-        raise ShapeError(f"{op}: pattern={pattern} has {len(values)} elements, dst {dst!r} has {dst.free} a partition")
-    rows = int(channel_multiplier) * np.arange(dst.shape[0], dtype=np.int64)
-    return (rows[:, None] + values).astype(np.int32).astype(np.int64)
+        values = (values[:, None] + step * np.arange(count)).reshape(-1)
+    values = channel_multiplier * np.arange(rows)[:, None] + values
+    return values.astype(np.int32).astype(np.int64)  # 32-bit arithmetic
 
 
 def iota(dst, pattern, offset=0, channel_multiplier=0, name=None):

@@ -265,16 +265,14 @@ def tensor_tensor_scan(dst, data0, data1, initial, op0, op1, reverse0=False, rev
     flush, p = core.options.flush, dst.shape[0]
 
     def run():
-        a = np.ascontiguousarray(checks.fp32(data0, flush).reshape(p, -1).T)
-        b = np.ascontiguousarray(checks.fp32(data1, flush).reshape(p, -1).T)
-        out = np.empty_like(a)
-        state = np.broadcast_to(checks.scalar(initial, 1), (p,))
+        a, b = (list(np.ascontiguousarray(checks.fp32(x, flush).reshape(p, -1).T)) for x in (data0, data1))
+        states, state = [], np.broadcast_to(checks.scalar(initial, 1), (p,))
         with np.errstate(**_QUIET):
-            for x, y, made in zip(list(a), list(b), list(out), strict=True):
-                between = f(state, x) if reverse0 else f(x, state)
-                made[:] = g(y, between) if reverse1 else g(between, y)
-                state = made
-        checks.store(dst, out.T, flush)
+            for x, y in zip(a, b, strict=True):
+                state = f(state, x) if reverse0 else f(x, state)
+                state = g(y, state) if reverse1 else g(state, y)
+                states.append(state)
+        checks.store(dst, np.stack(states, axis=1), flush)
 
     facts = checks.facts(dst, data0, data1)
     return core.issue(ins, "DVE", run, (data0, data1, *reads), (dst,), **facts, operator=f"{first}/{second}", name=name)
