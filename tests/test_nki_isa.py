@@ -217,6 +217,18 @@ def test_matmul_exact(core, rng):
     np.testing.assert_array_equal(get(p), (a.astype(np.float64).T @ b.astype(np.float64)).astype(np.float32))
 
 
+def test_a_given_address_counts(rng):
+    """Banks and first partitions are those of the memory, not of the tensor."""
+    a = put(noise(rng, 32, 32))
+    across = nl.ndarray((32, 512), "float32", nl.psum, address=(0, 1024))
+    nisa.nc_matmul(across[:, 256:288], a, a, accumulate=False)
+    with pytest.raises(errors.BankError, match="bytes 2044 to 2172"):
+        nisa.nc_matmul(across[:, 255:287], a, a, accumulate=False)
+    nisa.memset(nl.ndarray((32, 4), "float32", address=(32, 0)), 0.0)
+    with pytest.raises(errors.PartitionError, match="start at 32"):
+        nisa.memset(nl.ndarray((64, 4), "float32", address=(32, 0)), 0.0)
+
+
 def test_matmul_double_row(rng):
     a, b = put(noise(rng, 16, 2, 4), "float8_e5m2"), put(noise(rng, 16, 2, 24), "float8_e4m3")
     p = new(4, 24, buffer=nl.psum)
@@ -325,6 +337,8 @@ def test_integers_are_exact_on_gpsimd_only():
     p = put(a, buffer=nl.psum)
     assert nisa.tensor_tensor(out, p, put(b), nl.add).engine == "DVE"
     assert nisa.tensor_tensor(new(1, 2), put(a), put(b), nl.power).engine == "POOL"
+    nisa.tensor_tensor(out, put(np.array([[3, 2]], np.int32)), put(np.array([[4, -1]], np.int32)), nl.power)
+    np.testing.assert_array_equal(get(out), [[81, 0]])
 
 
 @pytest.mark.parametrize("dtype", ["uint8", "int16", "int32", "uint32"])
@@ -486,6 +500,9 @@ def test_subnormals_flushed(core):
     np.testing.assert_array_equal(get(out), np.array([[0, 2e-9, 0]], np.float32))
     nisa.tensor_copy(out, x)
     assert get(out)[0, 0] == 0
+    whole = new(1, 1, dtype="int32")
+    nisa.tensor_copy(whole, put(np.array([[2**24 + 1]], np.int32)))
+    assert get(whole)[0, 0] == 2**24 + 1  # integers pass as they are
 
 
 # --- scans and reductions --------------------------------------------------------------------------------------------

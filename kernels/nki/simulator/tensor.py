@@ -92,6 +92,7 @@ class NkiTensor:
     def partitions(self):
         """(first, count), checked against the rule of starts: 128 at 0, up to 64 at 0 or 64, up to 32 at any 32."""
         count, first = self.shape[0], self.offset * dtypes.size(self.dtype) // self.storage.row_bytes
+        first += self.storage.address[0] if self.storage.address else 0
         if count > memory.PARTITIONS:
             raise PartitionError(f"{self!r}: {count} partitions, there are {memory.PARTITIONS}: tile axis 0")
         allowed = next(starts for most, starts in reversed(_STARTS) if count <= most)

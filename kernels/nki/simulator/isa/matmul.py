@@ -21,10 +21,11 @@ _COLUMNS = 512
 
 
 def _bank(op, dst):
-    region = dst.region()
-    if region.low // memory.PSUM_BANK != (region.high - 1) // memory.PSUM_BANK:
+    region, base = dst.region(), dst.storage.address[1] if dst.storage.address else 0
+    low, high = base + region.low, base + region.high
+    if low // memory.PSUM_BANK != (high - 1) // memory.PSUM_BANK:
         raise BankError(
-            f"{op}: dst {dst!r} takes bytes {region.low} to {region.high} of a partition, "
+            f"{op}: dst {dst!r} takes bytes {low} to {high} of a partition, "
             f"it must stay inside one bank of {memory.PSUM_BANK}: tile it"
         )
 

@@ -20,7 +20,7 @@ def tensor_copy(dst, src, engine=enums.engine.unknown, name=None):
     checks.alike(op, dst, ("src", src))
     on = checks.chosen(op, engine, which.vector, (which.vector, which.scalar, which.gpsimd), (dst, src))
     core = machine.current()
-    exact = dst.dtype == src.dtype and not core.options.flush
+    exact = dst.dtype == src.dtype and not (core.options.flush and dst.dtype in dtypes.FLOATS)
 
     def run():
         if exact:
@@ -93,7 +93,7 @@ def tensor_tensor(dst, data1, data2, op, engine=enums.engine.unknown, name=None)
 
         def run():
             checks.store_bits(dst, f(checks.bits(data1, width), checks.bits(data2, width).reshape(shape)))
-    elif on == "POOL" and all(x.dtype in _INT32 for x in tensors):
+    elif on == "POOL" and operator != "power" and all(x.dtype in _INT32 for x in tensors):
         f = alu.ARITHMETIC[operator]
 
         def run():
