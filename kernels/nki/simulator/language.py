@@ -3,6 +3,7 @@
 Operators and the functions on tiles are in functions.py and appear here too.
 """
 
+import inspect
 from contextlib import contextmanager
 from enum import Enum
 
@@ -29,7 +30,13 @@ float8_e8m0fnu = "float8_e8m0fnu"  # kernels may name these four, allocating one
 
 
 class NKIObject:
-    """Base of the configuration objects of kernels."""
+    """Base of the configuration objects of kernels, which are dataclasses, as far as the parser of 0.6 asks: public
+    attributes are fields even without an annotation."""
+
+    def __init_subclass__(cls):
+        noted = inspect.get_annotations(cls)
+        plain = [n for n, x in vars(cls).items() if not (n.startswith("_") or callable(x) or hasattr(x, "__get__"))]
+        cls.__annotations__ = noted | {name: object for name in plain if name not in noted}
 
     def __init__(self, **kwargs):
         self.__dict__.update(kwargs)
