@@ -103,16 +103,10 @@ def _array(rng, name, x):
 
 
 def _report(run, out, findings):
-    from ringtide import nki
-
     outputs = [out] if hasattr(out, "shape") else list(out.values()) if isinstance(out, dict) else list(out or ())
     return {
-        "kind": "estimate",
         "outputs": [{"shape": list(x.shape), "dtype": str(x.dtype)} for x in outputs if hasattr(x, "shape")],
-        "cores": len(run.machines),
-        **nki.times(run),
-        "sbuf_bytes": max(x.sbuf_bytes for x in run.capacity),
-        "psum_banks": max(x.psum_banks for x in run.capacity),
+        **run.report(),
         "lint": [str(x) for x in findings],
     }
 

@@ -1,5 +1,6 @@
 """Launches of kernels in the simulator: arrays in and out, two cores, `import nki`, the lint, `ringtide simulate`."""
 
+import importlib
 import json
 import subprocess
 import sys
@@ -271,6 +272,7 @@ def test_imports_no_framework():
             "late-binding",
         ),
         ("def kernel(x):\n    return helper(x)\ndef helper(x, *, y=1):\n    return x", "keyword-only"),
+        ("def helper(x, *, y=1): pass\nTABLE = (helper,)\ndef kernel(x):\n    TABLE[0](x)", "keyword-only"),
     ],
 )
 def test_lint_finds(tmp_path, body, rule):
@@ -289,6 +291,14 @@ def test_lint_finds(tmp_path, body, rule):
 )
 def test_lint_passes(tmp_path, body):
     assert _lint(tmp_path, body) == []
+
+
+@pytest.mark.parametrize(
+    ("file", "name"), [("gla", "gla_forward"), ("gla_bwd", "gla_backward"), ("gla_decode", "gla_decode")]
+)
+def test_our_kernels_pass(file, name):
+    kernel = getattr(importlib.import_module(f"ringtide.kernels.nki.{file}"), name)
+    assert [str(x) for x in lint.check(kernel)] == []
 
 
 def _lint(folder, body):

@@ -8,11 +8,14 @@ from dataclasses import dataclass, replace
 
 import ml_dtypes
 import numpy as np
+from threadpoolctl import ThreadpoolController
 
 from ringtide.kernels.nki.simulator import capacity, machine
 from ringtide.kernels.nki.simulator.errors import BufferError, HazardError, NkiSimError, UninitializedError
 from ringtide.kernels.nki.simulator.language import held, shared_hbm
 from ringtide.kernels.nki.simulator.tensor import NkiTensor
+
+_BLAS = ThreadpoolController()  # tiles are so small that threads only get in their way
 
 
 class Kernel:
@@ -48,6 +51,13 @@ class Run:
     outputs: object = None
     capacity: list | None = None
 
+    def report(self) -> dict:
+        """schedule.times, and the most memory of a core: sbuf_bytes (a partition), psum_banks. Estimates."""
+        from ringtide.kernels.nki.simulator.schedule import times
+
+        most = {name: max(getattr(x, name) for x in self.capacity) for name in ("sbuf_bytes", "psum_banks")}
+        return {"kind": "estimate", "cores": len(self.machines), **times(self), **most}
+
 
 class simulate:
     """The kernel as a function of arrays on this CPU; after each call `last` is its Run.
@@ -73,7 +83,8 @@ class simulate:
         self.last = Run(machines)
         kinds = []
         call = functools.partial(_run, self.kernel.function, args, kwargs, kinds)
-        made = [call(machines[0])] if shared is None else shared.run(call, machines)
+        with _BLAS.limit(limits=1, user_api="blas"):
+            made = [call(machines[0])] if shared is None else shared.run(call, machines)
         self.last.outputs = made[0]
         if shared is not None:
             shared.check_races(machines)
@@ -255,8 +266,10 @@ class Shared:
         does = ("reads", "writes")
         for first, second in zip(*parts, strict=False):
             for at in sorted(first.keys() & second.keys()):
-                for (a, x, writes), (b, y, also) in itertools.product(first[at], second[at]):
-                    if (writes or also) and a.overlaps(b):
+                written = [touch for touch in first[at] if touch[2]], [touch for touch in second[at] if touch[2]]
+                pairs = itertools.product(written[0], second[at]), itertools.product(first[at], written[1])
+                for (a, x, writes), (b, y, also) in itertools.chain(*pairs):
+                    if a.overlaps(b):
                         raise HazardError(
                             f"race on {self.made[0][at].name!r}: core 0 {does[writes]} it at {x}, core 1 {does[also]} "
                             f"it at {y}, and no barrier is between them: nisa.core_barrier"

@@ -7,6 +7,8 @@ import ast
 import inspect
 from dataclasses import dataclass
 
+from ringtide.kernels.nki.simulator.errors import LintError
+
 _TENSORS = {"ndarray", "zeros", "ones", "full", "zeros_like", "empty_like", "load", "load_transpose2d", "matmul"}
 _MUTATORS = {"append", "extend", "insert", "pop", "remove", "clear", "update", "setdefault", "add", "discard", "sort"}
 _STATEMENTS = {
@@ -36,7 +38,8 @@ class Finding:
 
 
 def check(kernel) -> list:
-    """Findings in a kernel (a function, or what `jit` made of it) and in the functions of its file that it calls.
+    """Findings in a kernel (a function, or what `jit` made of it) and in the functions of its file that it reaches, by
+    name or in a table of them.
 
     Rules: keyword-only, is, try, generator, global, async, mutation (of what the function did not make), while and
     branch (on registers or tensors), late-binding (of a loop's variable).
@@ -49,17 +52,21 @@ def check(kernel) -> list:
 
 
 def check_source(tree, name, file="<kernel>") -> list:
-    """`check` on a parsed module."""
+    """`check` on a parsed module. Raises LintError."""
     functions = {x.name: x for x in ast.walk(tree) if isinstance(x, ast.FunctionDef)}
-    top = {x.name for x in tree.body if isinstance(x, ast.FunctionDef)}
-    todo, seen, found = [name], set(), []
+    top = {x.name: x for x in tree.body if isinstance(x, ast.FunctionDef)}
+    for x in tree.body:
+        if isinstance(x, ast.Assign):
+            top |= {target.id: x.value for target in x.targets if isinstance(target, ast.Name)}
+    if name not in functions:
+        raise LintError(f"lint: {file} has no `def {name}`: it reads kernels that are functions of a file")
+    todo, seen, found = [functions[name]], set(), []
     while todo:
-        name = todo.pop()
-        if name in seen or name not in functions:
-            continue
-        seen.add(name)
-        found += _Function(file, functions[name]).findings
-        todo += [x.id for x in ast.walk(functions[name]) if isinstance(x, ast.Name) and x.id in top]
+        node = todo.pop()
+        if node not in seen:
+            seen.add(node)
+            found += _Function(file, node).findings if isinstance(node, ast.FunctionDef) else ()
+            todo += [top[x.id] for x in ast.walk(node) if isinstance(x, ast.Name) and x.id in top]
     return sorted(found, key=lambda x: x.line)
 
 
