@@ -29,7 +29,8 @@ TABLE = [
     Case("forward", dtype="float32"),
     *(Case("forward-fast", *shape) for shape in ((96, 192), (128, 128))),
     *(Case("backward", *shape) for shape in ((96, 192), (128, 128))),
-    *(Case("decode", *shape, heads=16) for shape in ((96, 192), (128, 128))),
+    *(Case("decode", 96, 192, 16, dtype) for dtype in ("bfloat16", "float32")),
+    Case("decode", heads=16),
 ]
 
 
