@@ -204,6 +204,22 @@ def test_a_schedule_keeps_every_rule(seed, free):
 
 
 @pytest.mark.parametrize("seed", range(5))
+def test_without_transfers_recorded_order_is_a_recurrence(seed):
+    rows = [x for x in _random(seed, 300) if x.engine != "DMA"]
+    place = {x.index: i for i, x in enumerate(rows)}
+    rows = [
+        dataclasses.replace(x, index=i, after=tuple(place[b] for b in x.after if b in place))
+        for i, x in enumerate(rows)
+    ]
+    ends, free = [], dict.fromkeys(schedule.ENGINES, 0.0)
+    for x in rows:
+        start = max([free[x.engine], *(ends[b] + 0.3 * (rows[b].engine != x.engine) for b in x.after)])
+        free[x.engine] = start + x.us
+        ends.append(start + x.us)
+    assert schedule.times(rows)["t_sched_us"] == pytest.approx(max(ends))
+
+
+@pytest.mark.parametrize("seed", range(5))
 def test_times_are_in_order(seed):
     times = schedule.times(_random(seed, 300))
     assert max(times["t_max_us"], times["chain_us"]) <= times["t_list_us"] <= times["t_sched_us"]

@@ -82,19 +82,10 @@ def trace(run) -> dict:
     events = []
     for core in _cores(run):
         for made, start in zip(core.instructions, _place(core).starts, strict=True):
-            args = {"cycles": made.cycles, "bytes": made.nbytes, "line": made.line, "index": made.index}
-            args |= {"op": made.op, "facts": {k: str(v) for k, v in made.facts.items()}}
-            events.append(
-                {
-                    "name": made.op,
-                    "ph": "X",
-                    "pid": core.core,
-                    "tid": made.engine,
-                    "ts": start,
-                    "dur": made.us,
-                    "args": args,
-                }
-            )
+            args = {"op": made.op, "cycles": made.cycles, "bytes": made.nbytes, "line": made.line, "index": made.index}
+            args["facts"] = {k: str(v) for k, v in made.facts.items()}
+            event = {"name": made.op, "ph": "X", "pid": core.core, "tid": made.engine, "ts": start, "dur": made.us}
+            events.append(event | {"args": args})
     return {"traceEvents": events, "displayTimeUnit": "ns", "otherData": {"kind": "estimate, T_sched"}}
 
 
@@ -253,11 +244,8 @@ def _place_turn(plan, turn, befores, at, free, last):
                 release(j)
 
 
-_AFTER, _IN_ORDER, _QUEUE = (
-    "after",
-    "in order",
-    "queue",
-)  # waits for the end; for the start; for the end, as a queue's next
+# What an instruction waits for: another's end; its start, on the same engine; its end, next on the same DMA queue.
+_AFTER, _IN_ORDER, _QUEUE = "after", "in order", "queue"
 
 
 def _predecessor(ahead, i, made, free):
