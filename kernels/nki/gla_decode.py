@@ -26,8 +26,8 @@ channel, is several KiB. (Of [slots, N, K, V] a row is one head's: 768 bytes at 
 
 The program does not depend on the slots, which are read on the device: an address may come from memory, a branch may
 not, so nothing is skipped. A pool has SPARE slots behind the sequences': one of zeros, which is never written, to read
-for a sequence that begins or is not there, and one to write to, which is never read, for one that is not there. (DMA can
-skip an address out of bounds, oob_mode.skip; whether -1 is one, and what a skipped read leaves, is not documented.)
+for a sequence that begins or is not there, and one to write to, which is never read, for one that is not there. (A DMA
+can skip an address out of bounds, oob_mode.skip; whether -1 is one, and what a skipped read leaves, is undocumented.)
 
 How it got here, T_sched of 96/192 in float32 over the time of its bytes at 362 GB/s (1.11 now; bfloat16 1.07):
   1.49  all of a turn's loads first: they hold up the small ones of v, which the engines then wait for
