@@ -562,3 +562,23 @@ def test_a_run_without_dependencies_has_none_to_drop():
 
     with pytest.raises(ValueError, match="no dependency"):
         shuffled(recorded(kernel, np.ones(1, np.float32)), drop=True)
+
+
+def test_a_kernel_priced_by_hand():
+    x, w = np.zeros((4, 128, 256), np.float32), np.zeros((128, 128), np.float32)
+    times = schedule.times(recorded(pipeline, x, w))
+    assert times["engines"] == pytest.approx(
+        {
+            "PE": 4 * 4 * 256 / 2400,  # float32: four passes
+            "ACT": 4 * 256 / 1200,
+            "DVE": (64 + 4 * (2 * 256 + 64)) / 960,  # a memset and a copy of one column each, and scans
+            "POOL": 0,
+            # rows of 512 bytes at a quarter of the bandwidth, then of 1,024 at half
+            "DMA": (65536 * 4 + 2 * 4 * 131072 * 2) / 368e3,
+        }
+    )
+    assert times["dma_bytes"] == 65536 + 2 * 4 * 131072
+    # One tile for all: load, matmul, exp, scan, store of a chunk, then the next one; the copy waits for nobody.
+    chunk = 1.3 + 0.3 + 4 * 256 / 2400 + 0.3 + 256 / 1200 + 0.3 + 512 / 960 + 1.3 + 0.3 + 2 * 131072 * 2 / 368e3
+    assert times["chain_us"] == pytest.approx(4 * chunk)
+    assert times["t_sched_us"] == pytest.approx(65536 * 4 / 368e3 + 4 * chunk)  # the first load comes after the weights
