@@ -391,6 +391,7 @@ def test_a_tile_made_before_a_loop_lives_through_it():
         rows += [made(3 * turn + 1, "DVE", 1, writes=[inner[turn]], loop=loop)]
         rows += [made(3 * turn + 2, "DVE", 1, reads=[inner[turn]], loop=loop)]
     assert capacity.check(machine(rows)).sbuf_bytes == 2 * KIB
+    assert capacity.check(machine(rows)).sbuf_total == 2 * KIB  # the turns' tiles are one
     rows[3] = made(3, "DVE", 1, writes=[inner[1]], loop=((1, 1),))  # now only the first turn touches it
     assert capacity.check(machine(rows)).sbuf_bytes == 2 * KIB
 

@@ -20,7 +20,7 @@ from ringtide.kernels.nki.simulator.errors import CapacityError, HazardError
 
 @dataclass
 class Capacity:
-    """What a core's memory held. *_total: without any reuse."""
+    """What a core's memory held. *_total: without any reuse, but that turns of a loop use the same."""
 
     sbuf_bytes: int  # the most alive at once, a partition
     sbuf_total: int
@@ -43,11 +43,11 @@ def check(machine) -> Capacity:
     cure = "copy results to SBUF earlier, or put small ones into one tile of 2 KiB"
     most_psum, psum_line = _peak(machine, psum, memory.PSUM_BANKS, "banks of PSUM", cure)
     banks = _banks(machine, psum, edges)
-    total = sum(x.amount for x in sbuf)
+    total, psum_total = (sum(x.amount for x in spans if not x.later_turn) for spans in (sbuf, psum))
     if total > room:
         _reuse(sbuf, room, edges)
     edges = {index: tuple(sorted(befores)) for index, befores in edges.items()}
-    return Capacity(most, total, most_psum, sum(x.amount for x in psum), line, psum_line, banks, edges)
+    return Capacity(most, total, most_psum, psum_total, line, psum_line, banks, edges)
 
 
 @dataclass(slots=True)
@@ -59,6 +59,10 @@ class _Life:
     sources: tuple  # of those that touch it the ones that wait for no other of them
     sinks: tuple  # and those that no other waits for
     at: int | None = None  # where it must lie
+
+    @property
+    def later_turn(self) -> bool:
+        return self.storage.scope is not None and self.storage.scope[1] > 0
 
 
 def _lives(machine):
