@@ -217,6 +217,15 @@ def test_matmul_exact(core, rng):
     np.testing.assert_array_equal(get(p), (a.astype(np.float64).T @ b.astype(np.float64)).astype(np.float32))
 
 
+def test_matmul_left_to_choose_onto_zeros(rng):
+    """Overwriting and adding agree there."""
+    a, p = noise(rng, 16, 8), new(8, 8, buffer=nl.psum)
+    nisa.memset(p, 0.0)
+    for _ in range(2):
+        nisa.nc_matmul(p, put(a), put(a))
+    np.testing.assert_allclose(get(p), 2 * a.T @ a, rtol=1e-5, atol=1e-5)
+
+
 def test_a_given_address_counts(rng):
     """Banks and first partitions are those of the memory, not of the tensor."""
     a = put(noise(rng, 32, 32))
@@ -704,7 +713,7 @@ def test_activation_scale_and_bias(rng):
     np.testing.assert_array_equal(get(out), np.exp(-b - np.float32(0.5)).astype(bf16))
 
 
-def test_activation_sums(rng):
+def test_activation_sums(core, rng):
     a = noise(rng, 3, 16, 12)
     out, total = new(16, 12, dtype="bfloat16"), new(16, 1)
     nisa.activation_reduce(out, nl.exp, put(a[0]), nl.add, total, bias=0.0)
@@ -714,9 +723,12 @@ def test_activation_sums(rng):
     nisa.activation(out, nl.exp, put(a[1]))  # idle: the registers stay
     nisa.activation(out, nl.exp, put(a[2]), reduce_op=nl.add, reduce_cmd=CMD.reduce, reduce_res=total)
     np.testing.assert_allclose(get(total), want[0] + want[2], rtol=1e-5)
-    nisa.activation(out, nl.copy, put(a[1]), reduce_cmd=CMD.idle, reduce_res=total)
-    np.testing.assert_allclose(get(total), want[0] + want[2], rtol=1e-5)
-    nisa.activation(out, nl.copy, put(a[1]), reduce_cmd=CMD.reset, reduce_res=total)
+    summed = core.instructions[-1]
+    other = new(16, 12)
+    taken = nisa.activation(other, nl.copy, put(a[1]), reduce_cmd=CMD.idle, reduce_res=new(16, 1))
+    assert taken.after == (summed.index,)
+    cleared = nisa.activation(new(16, 12), nl.copy, put(a[1]), reduce_cmd=CMD.reset, reduce_res=total)
+    assert taken.index in cleared.after
     assert (get(total) == 0).all()
     for more in (dict(reduce_cmd=CMD.load_reduce), dict(reduce_cmd=CMD.reduce), dict(reduce_cmd="reduce")):
         with pytest.raises(errors.EngineError):

@@ -4,9 +4,9 @@ Sources: "doc" is documented today, "old-doc" was documented once and withdrawn,
 those, "unknown" is a placeholder of which nothing is known. None of it has been measured on a Trainium2.
 
 Cycles are those that an instruction occupies its engine; the ~60 that its access to memory takes overlap with the
-next one. Not in them: that the vector engine's fast modes stall GpSimd, and what a change of the scalar engine's function
-costs. Of a DMA the transfer is priced, all sixteen queues together; the fixed latency of a dependent one, and that of a
-semaphore between two engines, are constants for the schedule.
+next one. Not in them: that the vector engine's fast modes stall GpSimd, and what a change of the scalar engine's
+function costs. Of a DMA the transfer is priced, all sixteen queues together; the fixed latency of a dependent one,
+and that of a semaphore between two engines, are constants for the schedule.
 """
 
 CLOCK = {"PE": 2400.0, "DVE": 960.0, "ACT": 1200.0, "POOL": 1200.0}  # cycles a microsecond (doc)
