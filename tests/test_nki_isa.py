@@ -131,6 +131,7 @@ def test_enums_and_old_engine_names():
         getattr(nisa.engine, n) for n in ("tensor", "vector", "scalar", "gpsimd", "unknown")
     ]
     assert nisa.get_nc_version() is nisa.nc_version.gen3
+    assert nisa.nc_version.gen2 < nisa.get_nc_version() < nisa.nc_version.gen4
 
 
 @pytest.mark.parametrize(

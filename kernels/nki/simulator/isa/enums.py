@@ -40,7 +40,7 @@ class matmul_perf_mode(Enum):
     double_row = "double_row"
 
 
-class nc_version(Enum):
+class nc_version(IntEnum):  # public kernels compare generations by <
     gen2 = 2
     gen3 = 3
     gen4 = 4
