@@ -1,0 +1,109 @@
+"""Units of work down a pipeline: what the forward and the backward kernel share.
+
+A unit is a chunk of C tokens of one head. In each step every stage works on another unit, `lag` units behind the first
+stage, oldest unit first, so that an engine in its recorded order finds its operands ready. A tile that one stage
+writes and a later one reads has as many copies as the lag between them, and one more.
+"""
+
+from ringtide.kernels.nki.backend import nl
+
+C = 128  # tokens a chunk: one a partition
+BANK = 512  # float32 columns of a PSUM bank
+GROUP = 8  # heads that take turns, at most; a DMA moves a chunk of all of them
+
+
+def groups(heads):
+    """[(first head, count)]: as few groups as GROUP allows, as equal as can be, the smallest first."""
+    number = (heads + GROUP - 1) // GROUP
+    firsts = [heads * i // number for i in range(number + 1)]
+    return [(firsts[i], firsts[i + 1] - firsts[i]) for i in range(number)]
+
+
+class Ring(nl.NKIObject):
+    """The copies of a tile that stage `first` writes and stage `last` is the last to read."""
+
+    def __init__(self, pipeline, first, last, shape, dtype, buffer=nl.sbuf):
+        places = [stage for _, stage in pipeline]
+        copies = lag_of(pipeline, last) - lag_of(pipeline, first)
+        if places.index(last) >= places.index(first):  # otherwise a step reads the old content before it writes the new
+            copies = copies + 1
+        self.copies = [nl.ndarray(shape, dtype=dtype, buffer=buffer) for _ in range(copies)]
+
+    def of(self, unit):
+        """The unit's copy."""
+        return self.copies[unit.number % len(self.copies)]
+
+
+class Unit(nl.NKIObject):
+    """A chunk of one head on its way, the number-th of those that take turns. odd: whether its chunk is an odd one."""
+
+    def __init__(self, number, chunk, head, odd):
+        self.number, self.chunk, self.head, self.odd = number, chunk, head, odd
+
+
+def lag_of(pipeline, stage):
+    return [lag for lag, other in pipeline if other == stage][0]
+
+
+def longest(pipeline):
+    """The lag of the last stage."""
+    return max([lag for lag, _ in pipeline])
+
+
+def at_once(pipeline):
+    """The stages without lags: one unit after the other, for operands so wide that there is no room for more."""
+    ordered = []
+    for lag in range(longest(pipeline) + 1):
+        ordered = ordered + [(0, stage) for at, stage in pipeline if at == lag]
+    return ordered
+
+
+def chunk_copies(pipeline, count):
+    """How many chunks are in SBUF at once, of `count` heads each: one ahead, and those that the last stages work on."""
+    return 2 + (longest(pipeline) + count - 1) // count
+
+
+def run_down(pipeline, tiles, chunks, parity, count, load, store):
+    """`chunks` chunks of `count` units down the pipeline: stage(unit, tiles). load(i) and store(i) move the i-th chunk,
+    the former as many units ahead as a chunk has, the latter after the last stage of its last unit.
+
+    parity: of the chunks, in turn: [0, 1] if the first is an even one.
+    """
+    last, works = longest(pipeline), []
+    for number in range(chunks * count):
+        at = number // count
+        works.append(Unit(number, tiles.chunks[at % len(tiles.chunks)], number % count, parity[at % 2]))
+    for step in range(-count, len(works) + last):
+        ahead = step + count
+        for lag, stage in pipeline:
+            number = step - lag
+            if 0 <= number and number < len(works):
+                stage(works[number], tiles)
+        done = step - last
+        if 0 <= done and done % count == count - 1:
+            store(done // count)
+        if ahead % count == 0 and ahead < len(works):
+            load(ahead // count)
+
+
+def turns_of(length, count, units):
+    """(turns of the loop over a sequence of `length` tokens, chunks of each turn): at least `units` units of `count`
+    heads, an even number of chunks, since states alternate between two tiles. 0 turns: too short for a loop."""
+    each = 2 * ((units + 2 * count - 1) // (2 * count))
+    turns = length // (each * C)
+    return (turns if turns > 1 else 0), each
+
+
+def split_turns(tensors, turns, each):
+    """Tensors [B, T, N, width] as [B, turns, tokens, N, width]."""
+    return [x.slice(1, 0, turns * each * C).reshape_dim(1, (turns, each * C)) for x in tensors]
+
+
+def window(x, b, t, rows, head, count, turn):
+    """[rows, count, width] of x [B, T, N, width] from token t and head on; of x [B, turns, T, N, width] in turn `turn`."""
+    if turn is None:
+        return x[b, t : t + rows, head : head + count, :]
+    heads, width = x.shape[3], x.shape[4]
+    offset = ((b * x.shape[1] * x.shape[2] + t) * heads + head) * width
+    pattern = [[heads * width, rows], [width, count], [1, width]]
+    return x.ap(pattern=pattern, offset=offset, scalar_offset=turn, indirect_dim=1)
