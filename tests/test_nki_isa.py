@@ -1040,6 +1040,15 @@ def test_dma_copy(rng):
     np.testing.assert_array_equal(get(tile)[7:9], a.T[1:3])
 
 
+def test_dma_modes_by_number():
+    x = put(np.ones((1, 2), np.float32), buffer=nl.shared_hbm)
+    nisa.dma_copy(new(1, 2), x, dge_mode=2)
+    with pytest.raises(errors.DtypeError, match="hwdge"):
+        nisa.dma_copy(new(1, 2, dtype="bfloat16"), x, dge_mode=2)
+    with pytest.raises(errors.EngineError):
+        nisa.dma_copy(new(1, 2), x, dge_mode=4)
+
+
 def test_dma_casts_through_float32():
     out = new(1, 2, dtype="int32", buffer=nl.shared_hbm)
     nisa.dma_copy(out, put(np.array([[2.5, 3e10]], np.float32), buffer=nl.shared_hbm))

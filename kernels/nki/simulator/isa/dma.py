@@ -19,9 +19,10 @@ def _end(op, argument, x):
 
 
 def _options(op, priority, oob, dge):
+    """dge as a member of the enum, all checked."""
     checks.unsupported(op, "priority", priority, None, "needs Trainium4")
     member(op, "oob_mode", oob, tuple(enums.oob_mode))
-    member(op, "dge_mode", dge, tuple(enums.dge_mode))
+    return enums.dge_mode(member(op, "dge_mode", dge, tuple(enums.dge_mode)))
 
 
 def row(x) -> int:
@@ -53,7 +54,7 @@ def dma_copy(
     op, which = "dma_copy", enums.engine
     _end(op, "dst", dst)
     _end(op, "src", src)
-    _options(op, priority, oob_mode, dge_mode)
+    dge_mode = _options(op, priority, oob_mode, dge_mode)
     member(op, "engine", engine, (which.unknown, which.sync, which.scalar))
     if engine is not which.unknown and dge_mode != enums.dge_mode.hwdge:
         raise EngineError(f"{op}: engine={engine} goes with dge_mode.hwdge only, got {dge_mode}")
@@ -85,7 +86,7 @@ def dma_transpose(
     op = "dma_transpose"
     checks.tile(op, "dst", dst, checks.SBUF)
     _end(op, "src", src)
-    _options(op, priority, oob_mode, dge_mode)
+    dge_mode = _options(op, priority, oob_mode, dge_mode)
     modes = enums.dge_mode
     if dge_mode not in (modes.unknown, modes.hwdge):
         raise EngineError(f"{op}: {dge_mode}: unknown or hwdge; others are for indirect transposes, not simulated")
