@@ -134,8 +134,8 @@ def run_heads(tensors, pool, head, heads, scale):
             run_turn(tiles, loop, pool, head, 0, each, scale, i)
 
         nl.fori_loop(0, turns, turn)
-    if turns * each < batch:
-        run_turn(tiles, tensors, pool, head, turns * each, batch - turns * each, scale, None)
+    for b in range(turns * each, batch, each):
+        run_turn(tiles, tensors, pool, head, b, min(each, batch - b), scale, None)
 
 
 def run_turn(tiles, tensors, pool, head, b, sequences, scale, turn):
