@@ -342,6 +342,22 @@ def test_output_projection_tkg(public):
     _near(kernel[1](x, w), reference(_torch(x), _torch(w)), 1e-2)
 
 
+@pytest.mark.parametrize("cores", [1, 2])
+def test_qkv_of_a_prompt(public, cores):
+    kernel = _library(public, "core/qkv/qkv", "qkv")
+    kinds = _library(public, "core/utils/common_types", "NormType")
+    x, w, gamma = (
+        _normal(1, 512, 512, dtype=BF16),
+        _normal(512, 512, dtype=BF16) * BF16(0.05),
+        _normal(1, 512, dtype=BF16),
+    )
+    options = dict(fused_norm_type=kinds.RMS_NORM, gamma_norm_weights=gamma, d_head=128, num_q_heads=2, num_kv_heads=1)
+    out = nki.simulate(kernel[cores], sbuf_bytes=208 * 1024)(x, w, **options)  # it plans for more than 192 KiB
+    wide = x.astype(np.float32)
+    norm = wide / np.sqrt((wide**2).mean(-1, keepdims=True) + 1e-6) * gamma.astype(np.float32)
+    _near((out if hasattr(out, "shape") else out[0]).astype(np.float32), norm @ w.astype(np.float32), 1e-2)
+
+
 @pytest.mark.parametrize(
     ("cores", "options"),
     [

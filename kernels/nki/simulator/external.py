@@ -4,7 +4,7 @@ import sys
 from contextlib import contextmanager
 from types import ModuleType
 
-from ringtide.kernels.nki.simulator import isa, language, launch
+from ringtide.kernels.nki.simulator import dtypes, isa, language, launch
 
 
 @contextmanager
@@ -31,13 +31,14 @@ def external():
 
 
 def _modules():
-    nki = _module("nki", jit=launch.jit, simulate=launch.simulate, dtype=str, __is_simulator__=True)
+    nki = _module("nki", jit=launch.jit, simulate=launch.simulate, __is_simulator__=True)
+    nki.dtype = _module("nki.dtype", **{name: name for name in dtypes.NUMPY})
     nki.isa = _module("nki.isa", **_public(isa))
     nki.isa.constants = _module("nki.isa.constants", **_public(isa.enums))
     nki.language = _module("nki.language", **_public(language), __getattr__=language.__getattr__)
     nki.typing = _module("nki.typing", tensor=language.NkiTensor)  # for annotations
     nki.collectives = _module("nki.collectives", __getattr__=_no_collectives)
-    parts = (nki.isa, nki.isa.constants, nki.language, nki.typing, nki.collectives)
+    parts = (nki.dtype, nki.isa, nki.isa.constants, nki.language, nki.typing, nki.collectives)
     return {x.__name__: x for x in (nki, *parts)}
 
 
