@@ -20,6 +20,12 @@ def _jax(name):
     return of
 
 
+def _nki(op):
+    errors = {"float32": dict.fromkeys(("o", "hT", "dq", "dk", "dv", "dg", "dh0"), 2e-6)}
+    errors["bfloat16"] = {**dict.fromkeys(errors["float32"], 5e-3), "dg": 2e-2}
+    return {**_jax("nki")(op), **({"relative": errors, "block": 128} if op == "gla" else {})}
+
+
 def _context_parallel(op):
     if op != "attention":
         raise ValueError("--impl context-parallel: there is only attention so far; `ringtide fuzz gla` has --impl xla")
@@ -32,7 +38,12 @@ def _context_parallel(op):
 
 
 # Name -> op -> what `check` takes: the function under test, and what belongs to it.
-IMPLEMENTATIONS = {"xla": _jax("xla"), "pallas": _jax("pallas"), "context-parallel": _context_parallel}
+IMPLEMENTATIONS = {
+    "xla": _jax("xla"),
+    "pallas": _jax("pallas"),
+    "nki": _nki,
+    "context-parallel": _context_parallel,
+}
 
 
 @click.command()

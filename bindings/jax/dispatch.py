@@ -11,7 +11,7 @@ from jax import lax
 
 KERNELS = {
     "attention": {"xla": "ringtide.kernels.xla.attention", "pallas": "ringtide.kernels.pallas.splash"},
-    "gla": {"xla": "ringtide.kernels.xla.gla"},
+    "gla": {"xla": "ringtide.kernels.xla.gla", "nki": "ringtide.jax.nki"},
 }
 RINGS = {"attention": {"pallas": "ringtide.kernels.pallas.ring"}, "gla": {}}  # kernels that send K and V themselves
 PORTABLE = "xla"

@@ -34,6 +34,11 @@ class Bound:
             2 * _rms(wrong) + C * eps * _rms(truth) + slack,
         )
 
+    def within(self, truth, relative):
+        """And a relative error, in the Frobenius norm, of at most `relative`."""
+        finite = truth[np.isfinite(truth)]
+        return Bound(self.max, min(self.rms, relative * _rms(finite) + float(np.finfo(np.float32).tiny)))
+
     def __mul__(self, factor):
         return Bound(factor * self.max, factor * self.rms)
 

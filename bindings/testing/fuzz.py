@@ -85,6 +85,7 @@ def check(
     gradients: bool = True,
     decode_step=None,
     block: int | None = None,
+    relative: dict | None = None,
     stop_early: bool = False,
     shrink: float = 45,
     progress=None,
@@ -101,6 +102,8 @@ def check(
     dtypes        of float32, bfloat16, float16
     decode_step   a function as `ringtide.gla_decode_step`: it must agree with the whole
     block         the tile length of fn, around which lengths are drawn (128 for attention, 64 for gla)
+    relative      for gla, {{dtype: {{result: error}}}}: the largest relative error in the Frobenius norm of o, hT, dq,
+                  dk, dv, dg, dh0 that is allowed beside the usual bounds
     stop_early    stop at the first failure
     shrink        seconds to spend on a plainer recipe that fails too
     progress      progress(report) is called after each recipe
@@ -112,7 +115,7 @@ def check(
         raise ValueError(f"cases: expected an int of at least 1, got {cases!r}")
     if minutes is not None and not 0 < minutes < math.inf:
         raise ValueError(f"minutes: expected a positive number, got {minutes!r}")
-    fresh = partial(_trials, fn, op, without, gradients, decode_step)  # nothing compiled yet
+    fresh = partial(_trials, fn, op, without, gradients, decode_step, relative)  # nothing compiled yet
     trial = fresh()
     masks = _known("masks", masks, MASKS)
     dtypes = _known("dtypes", dtypes, RECIPES[op].choices["dtype"])
@@ -157,7 +160,7 @@ def _over(report, deadline, cases, stop_early):
     return enough or bool(stop_early and report.failed)
 
 
-def _trials(fn, op, without, gradients, decode_step):
+def _trials(fn, op, without, gradients, decode_step, relative):
     """A function from a recipe to its Trial, and the properties to check on it."""
     if op not in RECIPES:
         raise ValueError(f"op: expected one of {', '.join(RECIPES)}, got {op!r}")
@@ -168,7 +171,8 @@ def _trials(fn, op, without, gradients, decode_step):
         return partial(attention.Trial, run=runner(attention.apply(fn), gradients)), attention.PROPERTIES
     final_state = "final_state" not in {*without, *keywords_missing(fn, op)}
     run = runner(gla.apply(fn, final_state), gradients)
-    return partial(gla.Trial, run=run, decode=_decoder(decode_step), final_state=final_state), gla.PROPERTIES
+    options = {"decode": _decoder(decode_step), "final_state": final_state, "relative": relative}
+    return partial(gla.Trial, run=run, **options), gla.PROPERTIES
 
 
 def _decoder(decode_step):

@@ -98,9 +98,9 @@ class Trial(trial.Trial):
     single = ("hT", "dg", "dh0")
     arrays, solve = staticmethod(arrays), staticmethod(solve)
 
-    def __init__(self, case, run, decode=None, final_state=True):
+    def __init__(self, case, run, decode=None, final_state=True, relative=None):
         super().__init__(case, run)
-        self.decode = decode
+        self.decode, self.relative = decode, (relative or {}).get(case.dtype, {})
         if not final_state:
             self.a["dhT"] = np.zeros_like(self.a["dhT"])
 
@@ -118,6 +118,8 @@ class Trial(trial.Trial):
         for name, x in truth.items():
             rounded = naive[name] if name in self.single else naive[name].astype(low)
             bounds[name] = Bound.of(x, rounded, low, epsilon(low) * terms if name == "dg" else 0.0)
+            if name in self.relative:
+                bounds[name] = bounds[name].within(x, self.relative[name])
         return bounds
 
 
