@@ -4,7 +4,7 @@
 
 A unit is a chunk of C = 128 tokens of one head. Tokens lie on the partitions where they are summed over, key channels
 ([K, C]) where those are. Every exponent is a sum of gates over an interval of tokens, which the tensor engine makes by
-multiplying g [C, K] with a constant 0/1 matrix; a sum of numbers <= 0 is <= 0, so nothing overflows and nothing cancels.
+multiplying g [C, K] with a constant 0/1 matrix; a sum of numbers <= 0 is <= 0: nothing overflows, nothing cancels.
 Token s meets token t > s at the one level h = 64, 32, ..., 1 where they lie in the left and the right half of the same
 block of 2h tokens, and both decay towards its middle:
 
@@ -44,7 +44,19 @@ speed.
 import numpy as np
 
 from ringtide.kernels.nki.backend import nisa, nki, nl
-from ringtide.kernels.nki.units import BANK, C, Ring, at_once, chunk_copies, groups, run_down, split_turns, turns_of, window
+from ringtide.kernels.nki.units import (
+    BANK,
+    C,
+    Ring,
+    at_once,
+    chunk_copies,
+    groups,
+    load,
+    run_down,
+    split_turns,
+    turns_of,
+    window,
+)
 
 COARSE, FINE = (64, 32, 16), (8, 4, 2)  # levels; 1 stands apart: there k does not decay
 TURN = 32  # units of a turn of the loop over a long sequence, at least
@@ -56,14 +68,16 @@ def _intervals(fast):
     parts = []
     for h in COARSE if fast else (*COARSE, *FINE):
         middle = column // (2 * h) * (2 * h) + h
-        parts.append(np.where(column < middle, (column < token) & (token < middle), (middle <= token) & (token <= column)))
+        parts.append(
+            np.where(column < middle, (column < token) & (token < middle), (middle <= token) & (token <= column))
+        )
     parts.append((column // 16 * 16 < token) & (token <= column) if fast else (token == column)[:, 1::2])
     parts.append(token <= column)
     return np.concatenate(parts, axis=1).astype(np.float32)
 
 
 def _masks(fast):
-    """0/1 [s, t]: the pairs that meet. 64 columns, the right halves, of each level 8 to 1, then 128 of s = t; or 128."""
+    """0/1 [s, t]: the pairs that meet. The 64 columns of right halves of each level 8 to 1, then 128 of s = t."""
     s, t = np.arange(C)[:, None], np.arange(C)[None, :]
     if fast:
         return ((s // 16 == t // 16) & (s <= t)).astype(np.float32)
@@ -79,8 +93,8 @@ AFTER = np.tril(np.ones((C, C), np.float32), -1)  # [token, column]: the gates a
 @nki.jit
 def gla_forward(q, k, v, g, h0, scale, fast=False):
     """(o, final state). q, k [B, T, N, K], v [B, T, N, V] of one dtype, g [B, T, N, K] float32 in [-128, 0],
-    h0 [B, N, K, V] float32. Two cores take half of the heads each; of an odd N the middle one is computed, and stands in
-    the results, twice."""
+    h0 [B, N, K, V] float32. Two cores take half of the heads each; of an odd N both compute the middle one, and the
+    results have it twice."""
     batch, length, heads, K = q.shape
     V = v.shape[3]
     cores = nl.num_programs(0) if nl.program_ndim() > 0 else 1
@@ -130,7 +144,7 @@ class Tiles(nl.NKIObject):
         self.total = Ring(line, exponents, decay_state, (K, 1), nl.float32)  # e^(b_C)
         self.k_rest = Ring(line, multiply, add_to_state, (C, K), dtype)  # k e^(b_C - b)
         self.q_b = Ring(line, multiply, output, (K, C), dtype)  # q e^b
-        # A block's k with zeros on both sides, so that 128 columns around it put it at its own rows of the scores; its q.
+        # A block's k with zeros on both sides: 128 columns around it put it at its own rows of the scores; then its q.
         self.coarse = [Ring(line, multiply, score, (K, 64 // h, 256 - h), dtype) for h in COARSE]
         if fast:
             self.grow = Ring(line, exponents, multiply, (K, C), dtype)  # e^-(sum of g from the block's start)
@@ -166,7 +180,7 @@ def constant(x):
     return tile
 
 
-# --- a group of heads, from its first token to its last -----------------------------------------------------------------
+# --- a group of heads, from its first token to its last --------------------------------------------------------------
 
 
 def run_group(tiles, tensors, h0, final, group):
@@ -194,27 +208,20 @@ def run_chunks(tiles, tensors, group, start, end, turn):
     b, of, into, count = group
     chunks = (end - start + C - 1) // C
 
-    def load(i):
-        """A chunk's inputs. The tokens that the last one lacks are zeros, which leave the state as it is."""
+    def load_chunk(i):
         chunk, t = tiles.chunks[i % len(tiles.chunks)], start + i * C
-        rows = min(end - t, C)
-        into_tiles = (chunk.q, chunk.k, chunk.v, chunk.g)
-        for x in range(4):
-            if rows < C:
-                nisa.memset(dst=into_tiles[x], value=0.0, engine=nisa.engine.gpsimd)
-            there = window(tensors[x], b, t, rows, of, count, turn)
-            nisa.dma_copy(dst=into_tiles[x][0:rows, 0:count, :], src=there)
+        load((chunk.q, chunk.k, chunk.v, chunk.g), tensors, b, t, min(end - t, C), of, count, turn)
 
-    def store(i):
+    def store_chunk(i):
         t = start + i * C
         rows = min(end - t, C)
         o = tiles.chunks[i % len(tiles.chunks)].o[0:rows, 0:count, :]
         nisa.dma_copy(dst=window(tensors[4], b, t, rows, into, count, turn), src=o)
 
-    run_down(tiles.pipeline, tiles, chunks, (0, 1), count, load, store)
+    run_down(tiles.pipeline, tiles, chunks, (0, 1), count, load_chunk, store_chunk)
 
 
-# --- the stages of a unit -----------------------------------------------------------------------------------------------
+# --- the stages of a unit --------------------------------------------------------------------------------------------
 
 
 def turn_around(u, t):
@@ -349,21 +356,21 @@ def round_state(u, t):
     nisa.activation(dst=t.rounded[u.head][1 - u.odd], op=nl.copy, data=t.state[u.head])
 
 
-# (how many units behind the first stage, stage), in the order in which a step issues them: found by trying orders against
-# the schedule. A state is updated and rounded before the next unit, which may be of the same head, reads it.
+# (how many units behind the first stage, stage), in the order in which a step issues them: found by trying orders
+# against the schedule. A state is updated and rounded before the next unit, maybe of the same head, reads it.
 PIPELINE = (
-    (4, output),
     (4, finish),
-    (4, round_state),
-    (3, take_coarse),
-    (3, mask),
-    (3, update_state),
-    (2, add_to_state),
-    (2, score),
+    (2, take_coarse),
     (2, decay_state),
-    (1, take_turned),
-    (1, exponents),
-    (1, multiply),
-    (0, turn_around),
     (0, sum_gates),
+    (3, round_state),
+    (3, output),
+    (2, mask),
+    (0, exponents),
+    (0, turn_around),
+    (1, add_to_state),
+    (0, take_turned),
+    (2, update_state),
+    (1, score),
+    (0, multiply),
 )

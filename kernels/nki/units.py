@@ -5,7 +5,7 @@ stage, oldest unit first, so that an engine in its recorded order finds its oper
 writes and a later one reads has as many copies as the lag between them, and one more.
 """
 
-from ringtide.kernels.nki.backend import nl
+from ringtide.kernels.nki.backend import nisa, nl
 
 C = 128  # tokens a chunk: one a partition
 BANK = 512  # float32 columns of a PSUM bank
@@ -42,7 +42,7 @@ class Unit(nl.NKIObject):
 
 
 def lag_of(pipeline, stage):
-    return [lag for lag, other in pipeline if other == stage][0]
+    return {other: lag for lag, other in pipeline}[stage]
 
 
 def longest(pipeline):
@@ -77,10 +77,10 @@ def run_down(pipeline, tiles, chunks, parity, count, load, store):
         ahead = step + count
         for lag, stage in pipeline:
             number = step - lag
-            if 0 <= number and number < len(works):
+            if number >= 0 and number < len(works):
                 stage(works[number], tiles)
         done = step - last
-        if 0 <= done and done % count == count - 1:
+        if done >= 0 and done % count == count - 1:
             store(done // count)
         if ahead % count == 0 and ahead < len(works):
             load(ahead // count)
@@ -100,10 +100,18 @@ def split_turns(tensors, turns, each):
 
 
 def window(x, b, t, rows, head, count, turn):
-    """[rows, count, width] of x [B, T, N, width] from token t and head on; of x [B, turns, T, N, width] in turn `turn`."""
+    """[rows, count, width] of x [B, T, N, width] from token t and head on; of [B, turns, T, N, width] in a turn."""
     if turn is None:
         return x[b, t : t + rows, head : head + count, :]
     heads, width = x.shape[3], x.shape[4]
     offset = ((b * x.shape[1] * x.shape[2] + t) * heads + head) * width
     pattern = [[heads * width, rows], [width, count], [1, width]]
     return x.ap(pattern=pattern, offset=offset, scalar_offset=turn, indirect_dim=1)
+
+
+def load(tiles, tensors, b, t, rows, head, count, turn):
+    """A chunk's inputs. The tokens that the last one lacks are zeros, which add nothing to any sum."""
+    for i in range(len(tiles)):
+        if rows < C:
+            nisa.memset(dst=tiles[i], value=0.0, engine=nisa.engine.gpsimd)
+        nisa.dma_copy(dst=tiles[i][0:rows, 0:count, :], src=window(tensors[i], b, t, rows, head, count, turn))
