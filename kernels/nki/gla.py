@@ -359,18 +359,18 @@ def round_state(u, t):
 # (how many units behind the first stage, stage), in the order in which a step issues them: found by trying orders
 # against the schedule. A state is updated and rounded before the next unit, maybe of the same head, reads it.
 PIPELINE = (
-    (4, finish),
     (2, take_coarse),
-    (2, decay_state),
-    (0, sum_gates),
-    (3, round_state),
-    (3, output),
     (2, mask),
-    (0, exponents),
-    (0, turn_around),
-    (1, add_to_state),
-    (0, take_turned),
+    (0, sum_gates),
+    (3, output),
+    (3, round_state),
+    (5, finish),
     (2, update_state),
+    (0, turn_around),
+    (0, exponents),
+    (0, take_turned),
+    (1, multiply),
     (1, score),
-    (0, multiply),
+    (1, decay_state),
+    (1, add_to_state),
 )
