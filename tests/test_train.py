@@ -461,18 +461,17 @@ def test_no_device_is_one_line(monkeypatch):
         sharding.make_mesh(sharding.Parallel())
 
 
-SMALL = ("--preset", "llama-micro", "--seq", 512, "--steps", 50)
-
-
 @pytest.mark.slow
-def test_the_demo_has_one_loss_curve_whatever_the_strategy(cli, tmp_path, text):
-    """50 steps at its rate over eight devices, with a smaller model: a larger one learns `text` by heart, and on the
-    way there rounding grows from step to step (to 3e-5 of the loss with llama-tiny)."""
+def test_the_demo_has_one_loss_curve_whatever_the_strategy(cli, tmp_path):
+    """The demo itself, 50 steps of 8,192 tokens of its own data over eight devices: half an hour on two quiet cores.
+
+    Rounding grows from step to step. On a text that the model can learn by heart it came to 3e-5 in 50 steps of 256
+    tokens; on the demo's it stays at a few units in the last place of the loss.
+    """
+    meshes = {"ring": "context=8", "all_gather": "context=8", "ulysses": "ulysses=8", "usp": "ulysses=2,context=4"}
     curves = {}
-    for strategy, mesh in {"ring": "context=8", "all_gather": "context=8", "ulysses": "ulysses=8",
-                           "usp": "ulysses=2,context=4"}.items():  # fmt: skip
-        options = ["--out", tmp_path / strategy, "--data", text, "--mesh", mesh, "--strategy", strategy]
-        done = cli("train", "llama", *options, *SMALL, "--lr", 2e-3, "--warmup", 5)
+    for strategy, mesh in meshes.items():
+        done = cli("train", "llama", "--demo", "--out", tmp_path / strategy, "--mesh", mesh, "--strategy", strategy)
         assert done.exit_code == 0, done.output
         curves[strategy] = [line.get("loss", 0) for line in curve(tmp_path / strategy)]
     assert len(curves["ring"]) == 51
