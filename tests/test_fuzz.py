@@ -45,6 +45,22 @@ def test_right_functions_pass(fn, op):
     assert 0 < report.worst < 1
 
 
+def test_relative_errors_can_be_held_tighter():
+    """Half precision is wide: one percent is within the usual bounds."""
+
+    def off(q, k, v, g, **options):
+        o, state = numpy_gla(q, k, v, g, **options)
+        return (o.astype(np.float32) * 1.01).astype(o.dtype), state
+
+    how = {"cases": 20, "gradients": False, "dtypes": ("bfloat16",), "shrink": 0}
+    limits = {"bfloat16": {"o": 5e-3}}
+    assert check(off, "gla", **how)
+    assert check(numpy_gla, "gla", relative=limits, **how)
+    report = check(off, "gla", relative=limits, **how)
+    assert report.failed
+    assert report.failure.property == "values"
+
+
 # Wrong ones: what people really ship. Each takes a keyword of its own, `right`, the function it spoils.
 
 
