@@ -30,7 +30,7 @@ _BACKENDS = {
     "xla": "any device that JAX has",
     "pallas": "TPU, and any device in interpret mode",
     "triton": "NVIDIA GPU, jax-triton",
-    "nki": "Trainium2, nki",
+    "nki": "Trainium2, and any CPU in a simulator",
     "eager": "any device that PyTorch has",
 }
 
