@@ -21,38 +21,47 @@ block of 2h tokens, and both decay towards its middle:
 `fast` meets all tokens of a block of 16 at once instead of at levels 8 to 1: the exponents of k are then as far above 0
 as 15 gates are below. It is right only where 15 * max|g| < 88, which the caller knows.
 
-Cycles of a unit of 128/128 in bfloat16 (as simulator/cost.py prices them):
+Cycles of a unit of 128/128 in bfloat16, as simulator/cost.py prices them (estimates, as all times here):
 
     PE    q^T, k^T 256; gate sums 2176 (float32 against 0/1: 2 a column); scores 832; scores^T v 768; q S, k^T v 256
     ACT   q^T, k^T out of PSUM 256; exponentials 1152; scores 112; e^{b_C} S, S to bfloat16, o out of PSUM 384
-    DVE   P_h, k e^.. and q e^b 1088; masks 384; S + k^T v 128
+    DVE   P_h, k e^.., q e^b 576 (16 bits: two a cycle); masks 384; S + k^T v 128
 
 A unit goes through stages that lie several units apart (PIPELINE): an engine in its recorded order hardly waits for
 another one.
 
     SBUF, bytes a partition, 128/128, bfloat16     PSUM banks (8)
-    constants                5.9 K                   gate sums            2 x 2
-    a chunk's q k v g o      1.5 K a head x 3        transposes, b_C - b  1
-    exponentials, P_h        SBUF_A                  scores               1
-    scores                   SBUF_B                  o                    1
-    states                   1.0 K a head            k^T v                1
+    constants                 5.9 K                  gate sums            2
+    a chunk's q k v g o       1.5 K a head x 4       transposes, b_C - b  1
+    units on their way       14 K                    scores               1
+    states                    1.0 K a head           o                    3
+                                                     k^T v                1
+
+How it got here, T_sched a unit of 128/128 with four heads (T_max 1.79):
+  3.39  stages in the order of the equation, up to four units apart
+  2.99  the oldest unit first, each engine's part of a step by itself
+  2.08  the order and the lags found by a search over them, with as many copies of a tile as they need
+Masks on the operands instead of the scores, and levels of 8 to 1 as one sum in PSUM, are wrong: pairs of other blocks
+come in. Each level's scores^T v costs less than adding up the scores on DVE.
 
 Limits: K <= 128, V <= 512; ops.py splits what is larger. float32 inputs are multiplied in float32, at a quarter of the
 speed.
 """
 
-import numpy as np
-
 from ringtide.kernels.nki.backend import nisa, nki, nl
 from ringtide.kernels.nki.units import (
     BANK,
+    COLUMN,
+    TOKEN,
     C,
     Ring,
     at_once,
     chunk_copies,
     groups,
+    level,
     load,
     run_down,
+    side_by_side,
     split_turns,
     turns_of,
     window,
@@ -62,32 +71,21 @@ COARSE, FINE = (64, 32, 16), (8, 4, 2)  # levels; 1 stands apart: there k does n
 TURN = 32  # units of a turn of the loop over a long sequence, at least
 
 
-def _intervals(fast):
-    """0/1 [token, column]: the gates that each exponent adds up. 128 columns a level, 64 of level 1, 128 of b."""
-    token, column = np.arange(C)[:, None], np.arange(C)[None, :]
-    parts = []
-    for h in COARSE if fast else (*COARSE, *FINE):
-        middle = column // (2 * h) * (2 * h) + h
-        parts.append(
-            np.where(column < middle, (column < token) & (token < middle), (middle <= token) & (token <= column))
-        )
-    parts.append((column // 16 * 16 < token) & (token <= column) if fast else (token == column)[:, 1::2])
-    parts.append(token <= column)
-    return np.concatenate(parts, axis=1).astype(np.float32)
+SELF = TOKEN == COLUMN  # [s, t]: s = t
+UNTIL = TOKEN <= COLUMN  # [token, column]: up to the column's token
+# The gates that each exponent adds up: 128 columns a level, 64 of level 1, 128 of b.
+INTERVALS = side_by_side([level(h) for h in (*COARSE, *FINE)] + [SELF[:, 1::2], UNTIL])
+FAST_INTERVALS = side_by_side([level(h) for h in COARSE] + [(COLUMN // 16 * 16 < TOKEN) & UNTIL, UNTIL])
+AFTER = side_by_side([TOKEN > COLUMN])
 
 
-def _masks(fast):
-    """0/1 [s, t]: the pairs that meet. The 64 columns of right halves of each level 8 to 1, then 128 of s = t."""
-    s, t = np.arange(C)[:, None], np.arange(C)[None, :]
-    if fast:
-        return ((s // 16 == t // 16) & (s <= t)).astype(np.float32)
-    parts = [((s // (2 * h) == t // (2 * h)) & (s % (2 * h) < h))[:, t[0] % (2 * h) >= h] for h in (*FINE, 1)]
-    return np.concatenate([*parts, s == t], axis=1).astype(np.float32)
+def _right(h):
+    """0/1 [s, 64 t]: s in the left half of the block of 2 h of which t is in the right one."""
+    return ((TOKEN // (2 * h) == COLUMN // (2 * h)) & (TOKEN % (2 * h) < h))[:, COLUMN[0] % (2 * h) >= h]
 
 
-INTERVALS, MASKS = _intervals(False), _masks(False)
-FAST_INTERVALS, FAST_MASKS = _intervals(True), _masks(True)
-AFTER = np.tril(np.ones((C, C), np.float32), -1)  # [token, column]: the gates after the column's token
+MASKS = side_by_side([_right(h) for h in (*FINE, 1)] + [SELF])
+FAST_MASKS = side_by_side([(TOKEN // 16 == COLUMN // 16) & UNTIL])
 
 
 @nki.jit

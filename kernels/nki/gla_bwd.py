@@ -23,29 +23,38 @@ the gates, transposed, take it to dg: no pair of tokens is counted twice, so not
 sum of q dq - k dk cancels pairs; its error was 2e-2 against 4e-3 in bfloat16, 2e-6 against 1e-7 in float32.) The
 gradient of e^{b_C}, the row sums of S_in D, is the diagonal of S_in D^T; a matmul with ones spreads it over the tokens.
 
-    SBUF, bytes a partition, 128/128, bfloat16     PSUM banks (8)
-    constants                9.6 K                   0: q^T k^T, q e^b turned    4: P_h turned, Z, diagonal of A
-    a chunk's inputs, outputs  3.0 K a head x 2      1: v^T do^T, S D turned     5: P_h turned (float32), A
-    a unit                  14 K x DEPTH             2, 3: gate sums, [dk | dq]  6: dk dq dg
-    D and its roundings     1.0 K a head             1, 3: sums of b; D, e^..    7: dv, added to D
+Stages lie several units apart, as in gla.py. For 128/128 in bfloat16, us a unit by simulator/schedule.py: T_max 5.15
+(PE; DVE 4.67, ACT 4.32), of which 0.5 for the states; T_sched 8.0, and 12.9 before the search for an order.
+
+    SBUF, bytes a partition, 128/128, bfloat16     PSUM banks, each filled and emptied several times a unit
+    constants                 9.6 K                  0  k^T, q^T; last gate sums; D to dk; e^{b_C}; last exponents
+    a chunk, in and out       3.3 K a head x 4       1  v^T, do^T; S and D turned round
+    units on their way       44 K                    2  gate sums; [dk | dq]_h
+    D and its roundings       1.0 K a head           3  gate sums; [dk | dq]_h; S to dq
+                                                     4  P_h turned round; Z; s = t of A; exponents' gradients
+                                                     5  P_h turned round; A; exponents' gradients
+                                                     6  dk, dq, dg
+                                                     7  dv; what D gains
 
 Limits: K <= 128, V <= 256; ops.py splits what is larger.
 """
-
-import numpy as np
 
 from ringtide.kernels.nki import gla_states
 from ringtide.kernels.nki.backend import nisa, nki, nl
 from ringtide.kernels.nki.gla_states import state_window, store_states
 from ringtide.kernels.nki.units import (
     BANK,
+    COLUMN,
+    TOKEN,
     C,
     Ring,
     at_once,
     chunk_copies,
     groups,
+    level,
     load,
     run_down,
+    side_by_side,
     split_turns,
     turns_of,
     window,
@@ -56,27 +65,17 @@ B, REST, SUMS = 7 * C, 8 * C, 9 * C  # columns: b, b_C - b
 TURN = 16  # units of a turn of the loop over a long sequence, at least
 
 
-def _intervals():
-    """0/1 [token, column]: the gates that each exponent adds up: 128 columns a level, then b, then b_C - b."""
-    token, column = np.arange(C)[:, None], np.arange(C)[None, :]
-    parts = []
-    for h in LEVELS:
-        middle = column // (2 * h) * (2 * h) + h
-        parts.append(
-            np.where(column < middle, (column < token) & (token < middle), (middle <= token) & (token <= column))
-        )
-    return np.concatenate([*parts, token <= column, token > column], axis=1).astype(np.float32)
+# The gates that each exponent adds up: 128 columns a level, then b, then b_C - b; for each 128 of them, transposed.
+INTERVALS = side_by_side([level(h) for h in LEVELS] + [TOKEN <= COLUMN, TOKEN > COLUMN])
+ADJOINT = side_by_side([level(h).T for h in LEVELS] + [TOKEN >= COLUMN, TOKEN < COLUMN])
 
 
-def _masks():
-    """0/1 [r, c]: the pairs in different halves of the same block, 128 columns a level, then r = c."""
-    r, c = np.arange(C)[:, None], np.arange(C)[None, :]
-    parts = [(r // (2 * h) == c // (2 * h)) & (r % (2 * h) // h != c % (2 * h) // h) for h in LEVELS]
-    return np.concatenate([*parts, r == c], axis=1).astype(np.float32)
+def _apart(h):
+    """0/1 [r, c]: in different halves of the same block of 2 h."""
+    return (TOKEN // (2 * h) == COLUMN // (2 * h)) & (TOKEN // h != COLUMN // h)
 
 
-INTERVALS, MASKS = _intervals(), _masks()
-ADJOINT = np.concatenate(np.split(INTERVALS.T, 9), axis=1)  # [column, token] of each 128 columns, side by side
+MASKS = side_by_side([_apart(h) for h in LEVELS] + [TOKEN == COLUMN])
 
 
 @nki.jit
@@ -295,9 +294,8 @@ def turn_products(u, t):
     for first, n, number in ((0, 4, 4), (4, 3, 5)):
         pt = t.narrow(number, C, n * K)
         for i in range(n):
-            nisa.nc_transpose(
-                dst=pt[:, i * K : (i + 1) * K], data=t.p.of(u)[:, first + i, :], engine=nisa.engine.tensor
-            )
+            part = pt[:, i * K : (i + 1) * K]
+            nisa.nc_transpose(dst=part, data=t.p.of(u)[:, first + i, :], engine=nisa.engine.tensor)
         nisa.activation(dst=t.pt.of(u)[:, first : first + n, :], op=nl.copy, data=pt.reshape_dim(1, (n, K)))
     q_bt = t.narrow(0, C, K, 2 * C)
     nisa.nc_transpose(dst=q_bt, data=t.q_b.of(u), engine=nisa.engine.tensor)
@@ -367,13 +365,9 @@ def meet_states(u, t):
         nisa.nc_matmul(dst=through, stationary=s, moving=d, accumulate=j > 0)
     nisa.tensor_tensor(dst=t.y.of(u)[:, 7, 1, :], data1=to_q, data2=t.decay.of(u)[:, B:REST], op=nl.multiply)
     nisa.tensor_tensor(dst=t.y.of(u)[:, 7, 0, :], data1=to_k, data2=t.decay.of(u)[:, REST:SUMS], op=nl.multiply)
+    total = t.total.of(u)
     nisa.scalar_tensor_tensor(
-        dst=t.through.of(u),
-        data=through,
-        op0=nl.multiply,
-        operand0=t.total.of(u),
-        op1=nl.multiply,
-        operand1=t.identity[0:K, 0:K],
+        t.through.of(u), through, op0=nl.multiply, operand0=total, op1=nl.multiply, operand1=t.identity[0:K, 0:K]
     )
 
 
@@ -390,15 +384,12 @@ def add_up(u, t):
 
 def differentiate_sums(u, t):
     """The gradient of an exponent: that of k or q at its level, times k or q."""
+    y, kq, sums = t.y.of(u), t.kq.of(u), t.sums.of(u)
     for i in range(7):
-        slope, by = halves(t.y.of(u), i, 16 * C, 2 * C * i, C), halves(t.kq.of(u), i, 2 * C, 0, C)
-        nisa.tensor_tensor(dst=halves(t.sums.of(u), i, SUMS, i * C, 0), data1=slope, data2=by, op=nl.multiply)
-    nisa.tensor_tensor(
-        dst=t.sums.of(u)[:, 7, :], data1=t.y.of(u)[:, 7, 1, :], data2=t.kq.of(u)[:, 1, :], op=nl.multiply
-    )
-    nisa.tensor_tensor(
-        dst=t.sums.of(u)[:, 8, :], data1=t.y.of(u)[:, 7, 0, :], data2=t.kq.of(u)[:, 0, :], op=nl.multiply
-    )
+        slope, by = halves(y, i, 16 * C, 2 * C * i, C), halves(kq, i, 2 * C, 0, C)
+        nisa.tensor_tensor(dst=halves(sums, i, SUMS, i * C, 0), data1=slope, data2=by, op=nl.multiply)
+    nisa.tensor_tensor(dst=sums[:, 7, :], data1=y[:, 7, 1, :], data2=kq[:, 1, :], op=nl.multiply)
+    nisa.tensor_tensor(dst=sums[:, 8, :], data1=y[:, 7, 0, :], data2=kq[:, 0, :], op=nl.multiply)
 
 
 def turn_sums(u, t):

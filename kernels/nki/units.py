@@ -5,11 +5,26 @@ stage, oldest unit first, so that an engine in its recorded order finds its oper
 writes and a later one reads has as many copies as the lag between them, and one more.
 """
 
+import numpy as np
+
 from ringtide.kernels.nki.backend import nisa, nl
 
 C = 128  # tokens a chunk: one a partition
 BANK = 512  # float32 columns of a PSUM bank
+TOKEN, COLUMN = np.arange(C)[:, None], np.arange(C)[None, :]
 GROUP = 8  # heads that take turns, at most; a DMA moves a chunk of all of them
+
+
+def level(h):
+    """0/1 [token, column]: the gates between each column's token and the middle of its block of 2 h, see gla.py."""
+    middle = COLUMN // (2 * h) * (2 * h) + h
+    before, after = (COLUMN < TOKEN) & (middle > TOKEN), (middle <= TOKEN) & (TOKEN <= COLUMN)
+    return np.where(middle > COLUMN, before, after)
+
+
+def side_by_side(parts):
+    """0/1 matrices as a float32 one, which a kernel takes as a constant."""
+    return np.concatenate(parts, axis=1).astype(np.float32)
 
 
 def groups(heads):
