@@ -13,7 +13,6 @@ from ringtide.testing.trial import values
 
 TOKENS = ("q", "k", "v", "g", "do", "segments")  # axis 1 is time
 RESETS = (-1e4, -1e6, -3.4e37, -np.inf)
-SUMMED = 2
 
 
 def arrays(case) -> dict:
@@ -94,7 +93,7 @@ def apply(fn, final_state=True):
 
 class Trial(trial.Trial):
     """relative: {dtype: {result: largest relative error}}, in the Frobenius norm, beside the usual bounds. Who sets it
-    may sum gates in float32 before the exponential, as chunks do: as if each gate were off by SUMMED times its eps."""
+    may sum gates in float32 before the exponential, as chunks do: as if each gate were off by C eps."""
 
     inputs = ("q", "k", "v", "g", "h0")
     others = ("segments",)
@@ -123,7 +122,7 @@ class Trial(trial.Trial):
             rounded = naive[name] if name in self.single else naive[name].astype(low)
             bounds[name] = Bound.of(x, rounded, low, epsilon(low) * terms if name == "dg" else 0.0)
         if self.relative:
-            other = solve(self.case, a | {"g": a["g"].astype(np.float64) * (1 + SUMMED * epsilon(np.float32))})
+            other = solve(self.case, a | {"g": a["g"].astype(np.float64) * (1 + C * epsilon(np.float32))})
             for name, limit in self.relative.items():
                 x = truth[name]
                 bounds[name] = bounds[name].within(x, limit).plus(other[name] - x)
