@@ -1,10 +1,12 @@
 """GLA for JAX by the kernels for Trainium2: on the device where the package nki is, else in the simulator on the host.
 
 The simulated kernels run inside `jax.pure_callback`, so under jit, grad, vmap and shard_map; slowly, for correctness.
-On a device a kernel is called with JAX's arrays, as its documentation says; that has not been run here.
+On a device a kernel is called with JAX's arrays, as its documentation says, on as many physical cores as the compiler
+takes for a logical one; that has not been run here.
 """
 
 import functools
+import os
 
 import jax
 import numpy as np
@@ -35,7 +37,7 @@ def decode_step(q, k, v, g, state, slot_ids, has_initial_state, *, scale):
 def _call(function, like, *args):
     """function(*args), whose results are arrays such as those of `like`."""
     if not SIMULATED:
-        return function(*args)
+        return function(*args, lnc=int(os.environ.get("NEURON_LOGICAL_NC_CONFIG", "2")))
     args = meshes.vary_alike(*args)
     results = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in like)
     on_host = lambda *args: function(*jax.tree.map(np.asarray, args))
