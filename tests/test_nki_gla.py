@@ -11,6 +11,7 @@ import pytest
 from jax.sharding import AxisType, PartitionSpec
 
 import ringtide
+from ringtide.jax import nki
 from ringtide.kernels.nki import gla as gla_fwd
 from ringtide.kernels.nki import gla_bwd, gla_states, ops
 from ringtide.kernels.nki.gla import gla_forward
@@ -294,6 +295,15 @@ def test_op_under_transforms():
     ):
         for a, b in zip(f(q, k, v, g), want, strict=True):
             assert error(a, b) <= 2e-6
+
+
+def test_on_a_device_kernels_take_the_arrays_of_jax(monkeypatch):
+    """The path that a device takes, the simulator in its place: two cores, keys in two parts."""
+    monkeypatch.setattr(nki, "SIMULATED", False)
+    x = tuple(map(jnp.asarray, inputs(1, 9, 3, 130, 5)))
+    got = (*nki.forward(*x[:5], scale=0.3), *nki.backward(*x, scale=0.3))
+    assert all(isinstance(a, jax.Array) for a in got)
+    assert_right(dict(zip(NAMES, got, strict=True)), expected(x), FLOAT32)
 
 
 def test_op_of_megabytes_under_jit():
