@@ -128,7 +128,16 @@ def test_equals_one_device(row):
     agrees(row)
 
 
+@pytest.fixture
+def compiled_fast():
+    """What is compiled need not run fast: it runs once."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
+
+
 @pytest.mark.slow
+@pytest.mark.usefixtures("compiled_fast")
 @pytest.mark.parametrize("strategy", COLUMNS["strategy"])
 @pytest.mark.parametrize("layout", COLUMNS["layout"])
 @pytest.mark.parametrize("mask", COLUMNS["mask"])
