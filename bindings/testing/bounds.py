@@ -39,10 +39,6 @@ class Bound:
         finite = truth[np.isfinite(truth)]
         return Bound(self.max, min(self.rms, relative * _rms(finite) + float(np.finfo(np.float32).tiny)))
 
-    def plus(self, wrong):
-        """And as much more as these errors."""
-        return Bound(self.max + np.abs(wrong).max(initial=0), self.rms + _rms(wrong))
-
     def __mul__(self, factor):
         return Bound(factor * self.max, factor * self.rms)
 

@@ -103,7 +103,7 @@ def check(
     decode_step   a function as `ringtide.gla_decode_step`: it must agree with the whole
     block         the tile length of fn, around which lengths are drawn (128 for attention, 64 for gla)
     relative      for gla, {{dtype: {{result: error}}}}: the largest relative error in the Frobenius norm of o, hT, dq,
-                  dk, dv, dg, dh0 that is allowed beside the usual bounds. These grow by what rounded sums of gates cost
+                  dk, dv, dg, dh0 that is allowed beside the usual bounds
     stop_early    stop at the first failure
     shrink        seconds to spend on a plainer recipe that fails too
     progress      progress(report) is called after each recipe

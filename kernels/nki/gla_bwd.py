@@ -51,11 +51,13 @@ from ringtide.kernels.nki.units import (
     at_once,
     chunk_copies,
     groups,
+    in_parts,
     level,
     load,
     run_down,
     side_by_side,
     split_turns,
+    sum_to,
     turns_of,
     window,
 )
@@ -163,17 +165,16 @@ class Tiles(nl.NKIObject):
             for x in ring.copies:
                 nisa.memset(dst=x, value=0.0, engine=nisa.engine.gpsimd)
 
-        self.intervals = nl.ndarray((C, SUMS), dtype=nl.float32)
+        self.intervals = in_parts(INTERVALS, dtype)
         self.adjoint = nl.ndarray((C, 9, C), dtype=dtype)
         self.masks = nl.ndarray((C, 8, C), dtype=dtype)
         self.ones = nl.ndarray((C, C), dtype=nl.float32)
-        nisa.dma_copy(dst=self.intervals, src=nl.shared_constant(INTERVALS))
         nisa.dma_copy(dst=self.adjoint.reshape((C, SUMS)), src=nl.shared_constant(ADJOINT))
         nisa.dma_copy(dst=self.masks.reshape((C, 8 * C)), src=nl.shared_constant(MASKS))
         nisa.memset(dst=self.ones, value=1.0, engine=nisa.engine.gpsimd)
         self.identity = self.masks[:, 7, :]
-        after = self.intervals[:, REST:SUMS]
-        self.states = gla_states.Tiles(K, V, dtype, self.chunks, self.state, self.banks, after, self.ones)
+        after = self.intervals[:, :, REST - 1 : SUMS]  # all gates, then those after each column's token
+        self.states = gla_states.Tiles(K, V, dtype, self.chunks, self.state, self.banks, after)
 
     def bank(self, number, rows, columns, at=0):
         """float32 [rows, columns] of a bank, from column `at` on."""
@@ -275,8 +276,7 @@ def sum_gates(u, t):
     for i in range(3):
         first = i * BANK
         n = sums[i].shape[1]
-        columns = t.intervals[:, first : first + n]
-        nisa.nc_matmul(dst=sums[i], stationary=g, moving=columns, is_moving_onezero=True, accumulate=False)
+        sum_to(sums[i], g, t.intervals, first, first + n)
         nisa.activation(dst=t.decay.of(u)[:, first : first + n], op=nl.exp, data=sums[i])
     nisa.activation(dst=t.total.of(u), op=nl.exp, data=sums[1][:, BANK - 1 : BANK])
 

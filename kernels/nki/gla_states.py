@@ -8,7 +8,7 @@ reads of them.
 """
 
 from ringtide.kernels.nki.backend import nisa, nl
-from ringtide.kernels.nki.units import C, Ring, at_once, load, run_down, split_turns, turns_of
+from ringtide.kernels.nki.units import C, Ring, at_once, load, run_down, split_turns, sum_from, sum_to, turns_of
 
 TURN = 64  # units of a turn of the loop over a long sequence, at least
 
@@ -16,11 +16,11 @@ TURN = 64  # units of a turn of the loop over a long sequence, at least
 class Tiles(nl.NKIObject):
     """What lies on the chip: of the backward kernel's memory, chunk by chunk and PSUM banks, and tiles of its own."""
 
-    def __init__(self, K, V, dtype, chunks, state, banks, after, ones):
+    def __init__(self, K, V, dtype, chunks, state, banks, after):
         line = PIPELINE if dtype != nl.float32 else at_once(PIPELINE)
         self.K, self.V, self.pipeline = K, V, line
         self.chunks, self.state, self.banks = chunks, state, banks
-        self.after, self.ones = after, ones  # 0/1: [token, column] of the gates after the column's; all 1
+        self.after = after  # 0/1 [token, part, column]: all gates, then those after each column's token
         self.rest = Ring(line, decay_keys, decay_keys, (C, K), dtype)  # e^(b_C - b)
         self.k_rest = Ring(line, decay_keys, next_state, (C, K), dtype)  # k e^(b_C - b)
         self.total = Ring(line, decay_keys, next_state, (K, 1), nl.float32)  # e^(b_C)
@@ -71,8 +71,8 @@ def state_window(states, chunk, count, turn):
 
 def sum_rest(u, t):
     g, rest, total = u.chunk.g[:, u.head, :], t.banks[u.number % 2][:, 0 : t.K], t.banks[2 + u.number % 2][0 : t.K, 0:1]
-    nisa.nc_matmul(dst=rest, stationary=t.after, moving=g, is_stationary_onezero=True, accumulate=False)
-    nisa.nc_matmul(dst=total, stationary=g, moving=t.ones[:, 0:1], is_moving_onezero=True, accumulate=False)
+    sum_from(rest, g, t.after, 1, 1 + C)
+    sum_to(total, g, t.after, 0, 1)
 
 
 def decay_keys(u, t):

@@ -27,6 +27,32 @@ def side_by_side(parts):
     return np.concatenate(parts, axis=1).astype(np.float32)
 
 
+def in_parts(matrix, dtype):
+    """A 0/1 matrix [token, column] in SBUF, [C, parts, columns]: for float32 operands in four parts of 32 tokens, each
+    with zeros elsewhere; else whole. A sum of 128 gates that is rounded 127 times is off by several units in the last
+    place of the whole, an exponent by as much in absolute terms; the sum of four sums by a quarter of it."""
+    parts = 4 if dtype == nl.float32 else 1
+    split = [np.where(TOKEN * parts // C == i, matrix, 0) for i in range(parts)]
+    tile = nl.ndarray((C, parts, matrix.shape[1]), dtype=nl.float32)
+    source = nl.shared_constant(np.ascontiguousarray(np.stack(split, axis=1), np.float32))
+    nisa.dma_copy(dst=tile, src=source)
+    return tile
+
+
+def sum_to(dst, gates, matrix, first, last):
+    """dst [K, last - first] = gates [C, K]^T times columns of a matrix `in_parts`."""
+    for i in range(matrix.shape[1]):
+        moving = matrix[:, i, first:last]
+        nisa.nc_matmul(dst=dst, stationary=gates, moving=moving, is_moving_onezero=True, accumulate=i > 0)
+
+
+def sum_from(dst, gates, matrix, first, last):
+    """dst [last - first, K], the same transposed."""
+    for i in range(matrix.shape[1]):
+        stationary = matrix[:, i, first:last]
+        nisa.nc_matmul(dst=dst, stationary=stationary, moving=gates, is_stationary_onezero=True, accumulate=i > 0)
+
+
 def groups(heads):
     """[(first head, count)]: as few groups as GROUP allows, as equal as can be, the smallest first."""
     number = (heads + GROUP - 1) // GROUP
