@@ -469,6 +469,62 @@ def tile_of_a_loop_outside(x):
     nisa.tensor_copy(empty(8, 4), made[0])
 
 
+@fault(errors.HazardError, r"turn 1 of a loop: memset at .*; in turn 0 that is memset at .*the body is compiled once")
+def loop_that_counts_in_python(x):
+    t, turns = sbuf(8, 4), []
+
+    def body(i):
+        nisa.memset(t[:, len(turns) : len(turns) + 1], 0.0)
+        turns.append(i)
+
+    nl.fori_loop(0, 4, body)
+
+
+@fault(errors.HazardError, "turn 1 of a loop: ends; in turn 0 that is memset at")
+def loop_that_begins_otherwise(x):
+    t = sbuf(8, 4)
+    begun = []
+    nl.fori_loop(0, 4, lambda i: begun or begun.append(nisa.memset(t, 0.0)))
+
+
+@fault(errors.UninitializedError, r"t float32\[8, 1\] .*was never written.*writes twice, in no known order")
+def read_of_a_column_that_took_four(x):
+    column = sbuf(8, 1)
+    nisa.tensor_copy(column.broadcast(1, 4), sbuf(8, 4))
+    nisa.tensor_copy(empty(8, 1), column)
+
+
+@fault(errors.UninitializedError, "t float32.*was never written.*writes twice, in no known order")
+def read_where_a_pattern_overlaps(x):
+    t = sbuf(8, 8)
+    nisa.memset(t.ap([[8, 8], [2, 3], [1, 4]]), 0.0)
+    nisa.tensor_copy(empty(8, 1), t[:, 4:5])
+
+
+@fault(errors.HazardError, "dma_copy: dst .* overlaps src, and what is read first is not known")
+def transfer_onto_its_own_source(x):
+    t = sbuf(8, 4)
+    nisa.dma_copy(t[1:8], t[0:7])
+
+
+@fault(errors.HazardError, "race on 'out': core 0 writes it at .*core 1 reads it at", cores=2)
+def barrier_about_something_else(x):
+    out = output(8, 4)
+    if nl.program_id(0) == 0:
+        nisa.dma_copy(out, sbuf(8, 4))
+    nisa.core_barrier(x, (0, 1))
+    if nl.program_id(0) == 1:
+        nisa.dma_copy(empty(8, 4), out)
+    return out
+
+
+@fault(errors.HazardError, "the cores return .* and .*: all must return the same", cores=2)
+def cores_that_return_different_tensors(x):
+    made = [output(8, 4), output(8, 4)]
+    nisa.dma_copy(made[nl.program_id(0)], sbuf(8, 4))
+    return made[nl.program_id(0)]
+
+
 @fault(
     errors.HazardError, r"race on 'out': core 0 writes it at .*core 1 writes.*no barrier.*: nisa.core_barrier", cores=2
 )
@@ -492,6 +548,12 @@ def loop_in_no_reorder(x):
 @fault(TypeError, "a register's value is not known when the kernel is compiled: pass it as scalar_offset")
 def loop_value_as_index(x):
     nl.fori_loop(0, 2, lambda i: nl.ndarray((8, int(i) + 1), nl.float32))
+
+
+@fault(TypeError, "a register's value is not known when the kernel is compiled")
+def loop_value_compared(x):
+    t = sbuf(8, 4)
+    nl.fori_loop(0, 2, lambda i: nisa.memset(t, 0.0) if i == 0 else None)
 
 
 @fault(TypeError, "unexpected keyword argument 'dtype'")
@@ -615,11 +677,6 @@ def _any_keyword(patch):
     patch.setattr(nisa, "tensor_copy", lambda dst, src, **ignored: copy(dst, src))
 
 
-def _unscoped(patch):
-    made = memory.Storage
-    patch.setattr(machine, "Storage", lambda *args, scope=None, **kw: made(*args, **kw))
-
-
 RULES = {  # rule -> (how to turn it off, faults that only it finds)
     "128 partitions": (lambda p: p.setattr(memory, "PARTITIONS", 1000), ["more_than_128_partitions"]),
     "where partitions start": (
@@ -652,8 +709,26 @@ RULES = {  # rule -> (how to turn it off, faults that only it finds)
     "keywords": (_any_keyword, ["keyword_of_an_old_release"]),
     "bits of integers": (lambda p: p.setattr(checks, "integers", nothing), ["bits_of_floats"]),
     "bits or arithmetic": (lambda p: p.setattr(checks, "kinds", lambda op, *x: x[0]), ["bits_and_arithmetic"]),
-    "a loop's tiles stay inside": (_unscoped, ["tile_of_a_loop_outside"]),
-    "races": (lambda p: p.setattr(launch.Shared, "check_races", nothing), ["both_cores_write_one_place"]),
+    "a loop's tiles stay inside": (
+        lambda p: p.setattr(machine.Machine, "_reach", nothing),
+        ["tile_of_a_loop_outside"],
+    ),
+    "turns of a loop are alike": (
+        lambda p: p.setattr(machine.Machine, "_said", nothing),
+        ["loop_that_counts_in_python"],
+    ),
+    "one element in a place": (
+        lambda p: p.setattr(machine, "_forgetting", lambda run, writes: run),
+        ["read_of_a_column_that_took_four", "read_where_a_pattern_overlaps"],
+    ),
+    "races": (
+        lambda p: p.setattr(launch.Shared, "check_races", nothing),
+        ["both_cores_write_one_place", "barrier_about_something_else"],
+    ),
+    "cores return the same": (
+        lambda p: p.setattr(launch.Shared, "check_outputs", nothing),
+        ["cores_that_return_different_tensors"],
+    ),
 }
 
 

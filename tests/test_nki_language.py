@@ -109,6 +109,39 @@ def test_names_that_are_gone(name, says):
         getattr(nl, name)
 
 
+def test_access_patterns_lie_over_the_storage():
+    """As the documentation of access patterns has it: a slice before them changes nothing but where they start."""
+    x = np.arange(8 * 16, dtype=np.float32).reshape(8, 16)
+
+    def kernel(x):
+        made = [nl.ndarray((8, 4), x.dtype, buffer=nl.shared_hbm) for _ in range(3)]
+        tile = nl.load(x)
+        right = tile[:, 8:]
+        isa.dma_copy(made[0], right.ap([[16, 8], [2, 4]]))
+        isa.dma_copy(made[1], right.ap([[16, 8], [2, 4]], offset=1))
+        isa.dma_copy(made[2], x[:, 8:].ap([[16, 8], [-1, 4]], offset=5))
+        return made
+
+    right, left, back = nki.simulate(kernel)(x)
+    assert (right == x[:, 8::2]).all()
+    assert (left == x[:, 1:9:2]).all()
+    assert (back == x[:, 5:1:-1]).all()
+
+
+def test_access_patterns_that_go_back_are_ordered_by_what_they_touch():
+    def kernel():
+        out = nl.ndarray((8, 16), nl.float32, buffer=nl.shared_hbm)
+        tile = nl.ndarray((8, 16), nl.float32)
+        isa.memset(tile[:, :8], 1.0)
+        isa.memset(tile[:, 8:], 2.0)
+        isa.dma_copy(out, tile.ap([[16, 8], [-1, 16]], offset=15))
+        return out
+
+    run = nki.simulate(kernel)
+    assert (run()[0] == [2.0] * 8 + [1.0] * 8).all()
+    assert run.last.machines[0].instructions[2].after == (0, 1)
+
+
 # --- loops ----------------------------------------------------------------------------------------------------------
 
 

@@ -45,6 +45,29 @@ def tables(sbuf, psum, empty):
             (SHAPE, "rows do not begin at a multiple of 4 bytes", lambda x: u8(8, 9)[:, :8].view("int32")),
             (SHAPE, "counts must be at least 1", lambda x: x.ap([[8, 0], [1, 8]])),
             (SHAPE, "an address is one integer", lambda x: x.select(0, sbuf(1, 1))),
+            (BUFFER, "an address is read from SBUF", lambda x: x.select(0, psum(1, 1, dtype="int32", value=1))),
+            (
+                errors.UninitializedError,
+                "an address from a register that holds nothing",
+                lambda x: x.select(0, nisa.register_alloc()),
+            ),
+            (
+                BOUNDS,
+                "scalar_offset is -1, an index begins at 0",
+                lambda x: x[4:].ap([[8, 1], [1, 8]], scalar_offset=i32(1, 1, value=-1)),
+            ),
+            (
+                BOUNDS,
+                "reaches element -2 of a partition of 8",
+                lambda x: sbuf(128, 8)[32:64].ap([[8, 32], [-1, 8]], offset=32 * 8 + 5),
+            ),
+            (BOUNDS, "reaches element -2, the tensor has 64", lambda x: x.ap([[8, 1], [-1, 8]], offset=5)),
+            (
+                SHAPE,
+                "cannot be indexed by another one",
+                lambda x: nl.fori_loop(0, 1, lambda i: x.reshape((2, 4, 8)).select(0, i).select(0, i)),
+            ),
+            (SHAPE, "has no truth value", lambda x: sbuf(8, 4) == 0),
             (
                 SHAPE,
                 "cannot be indexed by another one",
@@ -490,6 +513,20 @@ def tables(sbuf, psum, empty):
                 "address is for on-chip memory, got private_hbm",
                 lambda x: nl.ndarray((8, 4), nl.float32, buffer=nl.hbm, address=(0, 0)),
             ),
+            (
+                PARTITION,
+                "64 partitions from 96 on, there are 128",
+                lambda x: nl.ndarray((64, 4), nl.float32, address=(96, 0)),
+            ),
+            *(
+                (
+                    errors.CapacityError,
+                    f"2048 bytes a partition from {at} on: an address is at least 0",
+                    lambda x, at=at: nl.ndarray((8, 512), nl.float32, buffer=nl.psum, address=(0, at)),
+                )
+                for at in (-2048, 6, 16384)
+            ),
+            (DTYPE, "memset: int32 has no value nan", lambda x: nisa.memset(empty(8, 4, dtype="int32"), float("nan"))),
             (DTYPE, "the device has no such dtype: cast it first", lambda x: nl.shared_constant(np.ones(4))),
             (SHAPE, "fori_loop: step must be a positive int, got 0", lambda x: nl.fori_loop(0, 4, lambda i: None, 0)),
             (errors.NkiSimError, "the condition is a register", lambda x: nl.while_loop(1, lambda i: i)),

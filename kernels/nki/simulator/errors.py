@@ -46,7 +46,7 @@ class PsumHazardError(NkiSimError):
 
 
 class HazardError(NkiSimError):
-    """A race between two cores, or a tensor used outside the loop that made it."""
+    """A race between two cores, a tensor used outside the loop that made it, turns of a loop that differ."""
 
 
 class RangeError(NkiSimError):

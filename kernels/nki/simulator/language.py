@@ -6,19 +6,22 @@ Operators and the functions on tiles are in functions.py and appear here too.
 import inspect
 from contextlib import contextmanager
 from enum import Enum
+from itertools import zip_longest
 
 import numpy as np
 
 from ringtide.kernels.nki.simulator import dtypes, machine, memory
+from ringtide.kernels.nki.simulator.allocation import allocate
 from ringtide.kernels.nki.simulator.errors import (
     BufferError,
     DtypeError,
+    HazardError,
     NkiSimError,
     ShapeError,
     UnsupportedError,
 )
 from ringtide.kernels.nki.simulator.functions import *  # noqa: F403
-from ringtide.kernels.nki.simulator.tensor import DynamicSlice, NkiTensor, VirtualRegister, _dynamic, allocate  # noqa: F401
+from ringtide.kernels.nki.simulator.tensor import DynamicSlice, NkiTensor, VirtualRegister, _dynamic  # noqa: F401
 
 bool_ = "bool"
 int8, int16, int32 = "int8", "int16", "int32"
@@ -206,18 +209,18 @@ def fori_loop(lower, upper, body_fun, step=1):
     Tensors made inside cannot be used outside (HazardError); estimates let no engine run ahead of a turn."""
     if not isinstance(step, int) or step < 1:
         raise ShapeError(f"fori_loop: step must be a positive int, got {step!r}")
-    core, loop = _new_loop("fori_loop")
+    core, loop, turns = *_new_loop("fori_loop"), []
     for number, i in enumerate(range(_dynamic(lower)[0], _dynamic(upper)[0], step)):
-        with _turn(core, loop, number):
+        with _turn(core, loop, number, turns):
             body_fun(VirtualRegister(i, frozen=True))
 
 
 def while_loop(init, body_fun):
     """A loop on the device while a register is not 0: body_fun(register) returns the next one."""
-    core, loop = _new_loop("while_loop")
+    core, loop, turns = *_new_loop("while_loop"), []
     register, number = init, 0
     while _register(register).value != 0:
-        with _turn(core, loop, number):
+        with _turn(core, loop, number, turns):
             register = body_fun(register)
         number += 1
 
@@ -237,13 +240,24 @@ def _new_loop(what):
 
 
 @contextmanager
-def _turn(core, loop, number):
-    outside = core.loop
+def _turn(core, loop, number, turns):
+    """turns: of the first turn its instructions, empty before it. The compiler takes that one for all."""
+    outside, start = core.loop, len(core.instructions)
     core.loop = (*outside, (loop, number))
     try:
         yield
+        here = [x for x in core.instructions[start:] if x.loop == core.loop]
     finally:
         core.loop = outside
+    if not turns:
+        turns.append(here)
+    for first, x in zip_longest(turns[0], here):
+        if first is None or x is None or first.said != x.said:
+            then, now = (f"{x.op} at {x.line}" if x is not None else "ends" for x in (first, x))
+            raise HazardError(
+                f"turn {number} of a loop: {now}; in turn 0 that is {then}, on other memory or otherwise: the body is "
+                f"compiled once, so let what differs come from memory or from the loop's register"
+            )
 
 
 @contextmanager

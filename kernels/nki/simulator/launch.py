@@ -87,6 +87,7 @@ class simulate:
             made = [call(machines[0])] if shared is None else shared.run(call, machines)
         self.last.outputs = made[0]
         if shared is not None:
+            shared.check_outputs(made)
             shared.check_races(machines)
         self.last.capacity = [capacity.check(core) for core in machines]
         return _map(made[0], NkiTensor, functools.partial(_result, kind=kinds[0] if kinds else None))
@@ -192,7 +193,8 @@ class Shared:
     def __init__(self, cores):
         self.cores = cores
         self.made = [[] for _ in range(cores)]  # shared allocations of each core, in order
-        self.barriers = [[] for _ in range(cores)]  # how many instructions each core had done at each of its barriers
+        # Of each core's barriers: how many instructions it had done, and the storage that the barrier is about.
+        self.barriers = [[] for _ in range(cores)]
         self.posted = [{} for _ in range(cores)]  # name of an exchange -> what the core gave, one after another
         self.taken = [{} for _ in range(cores)]
         self.waits = [None] * cores  # what each core waits for: (description, function that tells whether it is there)
@@ -244,10 +246,10 @@ class Shared:
         at = next(made.index(storage) for made in self.made if storage in made)
         return next((x[at].initial for x in self.made if len(x) > at and x[at].initial is not None), None)
 
-    def barrier(self, core):
+    def barrier(self, core, storage):
         """`core` (its machine) waits until all have come as often."""
         mine = self.barriers[core.core]
-        mine.append(len(core.instructions))
+        mine.append((len(core.instructions), storage))
         self._wait(core.core, f"barrier {len(mine)}", lambda: all(len(x) >= len(mine) for x in self.barriers))
 
     def exchange(self, core, name, x):
@@ -261,34 +263,40 @@ class Shared:
         return theirs[name][number]
 
     def check_races(self, machines):
-        """Raises HazardError where, between two barriers, one core touches what the other writes."""
-        parts = [self._parts(core, made) for core, made in zip(machines, self.made, strict=True)]
+        """Raises HazardError where one core touches what the other writes, with no barrier about it between them."""
+        first, second = (self._touches(core, made) for core, made in zip(machines, self.made, strict=True))
         does = ("reads", "writes")
-        for first, second in zip(*parts, strict=False):
-            for at in sorted(first.keys() & second.keys()):
-                written = [touch for touch in first[at] if touch[2]], [touch for touch in second[at] if touch[2]]
-                pairs = itertools.product(written[0], second[at]), itertools.product(first[at], written[1])
-                for (a, x, writes), (b, y, also) in itertools.chain(*pairs):
-                    if a.overlaps(b):
-                        raise HazardError(
-                            f"race on {self.made[0][at].name!r}: core 0 {does[writes]} it at {x}, core 1 {does[also]} "
-                            f"it at {y}, and no barrier is between them: nisa.core_barrier"
-                        )
+        for at, part in sorted(first.keys() & second.keys()):
+            ours, theirs = first[at, part], second[at, part]
+            written = [touch for touch in ours if touch[2]], [touch for touch in theirs if touch[2]]
+            pairs = itertools.product(written[0], theirs), itertools.product(ours, written[1])
+            for (a, x, writes), (b, y, also) in itertools.chain(*pairs):
+                if a.overlaps(b):
+                    raise HazardError(
+                        f"race on {self.made[0][at].name!r}: core 0 {does[writes]} it at {x}, core 1 {does[also]} "
+                        f"it at {y}, and no barrier about it is between them: nisa.core_barrier"
+                    )
 
-    def _parts(self, core, made):
-        """For each stretch between barriers: {shared allocation: [(Region, line, is it a write)]}."""
-        number = {id(storage): at for at, storage in enumerate(made)}
-        ends = [*self.barriers[core.core], len(core.instructions)]
-        parts = []
-        for start, end in zip([0, *ends], ends, strict=False):
-            part = {}
-            for x in core.instructions[start:end]:
-                for touched, writes in ((x.reads, False), (x.writes, True)):
-                    for storage, region in touched:
-                        if id(storage) in number:
-                            part.setdefault(number[id(storage)], []).append((region, x.line, writes))
-            parts.append(part)
-        return parts
+    def _touches(self, core, made):
+        """{(shared allocation, how many barriers about it came before): [(Region, line, is it a write)]}."""
+        number, found = {id(storage): at for at, storage in enumerate(made)}, {}
+        passed, barriers = [0] * len(made), self.barriers[core.core][::-1]
+        for x in core.instructions:
+            while barriers and barriers[-1][0] <= x.index:
+                passed[number[id(barriers.pop()[1])]] += 1
+            for touched, writes in ((x.reads, False), (x.writes, True)):
+                for storage, region in touched:
+                    if (at := number.get(id(storage))) is not None:
+                        found.setdefault((at, passed[at]), []).append((region, x.line, writes))
+        return found
+
+    def check_outputs(self, outputs):
+        """Raises HazardError unless all cores return the same."""
+        places = [{id(storage): at for at, storage in enumerate(made)} for made in self.made]
+        seen = [_map(x, NkiTensor, lambda t, of=of: (of.get(id(t.storage)), t.offset, t.shape, t.strides))
+                for x, of in zip(outputs, places, strict=True)]  # fmt: skip
+        if any(x != seen[0] for x in seen):
+            raise HazardError(f"the cores return {' and '.join(map(str, outputs))}: all must return the same")
 
     def _other(self, core):
         return (core + 1) % self.cores

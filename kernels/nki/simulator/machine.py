@@ -8,6 +8,7 @@ wrote, or overwrites what they read or wrote), what it costs, and how to do it a
 import os
 import sys
 import threading
+from collections import Counter
 from dataclasses import dataclass, field
 
 from ringtide.kernels.nki.simulator import cost, memory
@@ -36,6 +37,7 @@ class Instruction:
     cycles: float = 0.0
     nbytes: int = 0
     facts: dict = field(default_factory=dict)  # what the cost was figured from; shapes and dtypes for the trace
+    said: tuple = ()  # in a loop: what the compiler, which sees its body once, takes it for
 
     def depends_on(self, *producers):
         """Runs after the `producers`, too, which are earlier instructions of the same turn of a loop, or of one around
@@ -72,12 +74,15 @@ class Machine:
         self.grid = False  # launched as kernel[n]
         self.ordered = 0
         self.loops = self.orders = 0  # how many there have been
+        self.made = Counter()  # turn of a loop -> how many allocations
         self.constants = {}  # what is loaded once: identity matrices
         self.ranges = {}  # activation -> (least, greatest argument)
         self.registers = {}  # engine -> Storage of its accumulators
 
     def allocate(self, name, space, rows, row_bytes, **options) -> Storage:
-        storage = Storage(name, space, rows, row_bytes, scope=self.loop[-1] if self.loop else None, **options)
+        scope = self.loop[-1] if self.loop else None
+        storage = Storage(name, space, rows, row_bytes, scope=scope, number=self.made[scope], **options)
+        self.made[scope] += 1
         if storage.shared and self.shared is not None:
             self.shared.join(self.core, storage)
         self.storages.append(storage)
@@ -92,23 +97,34 @@ class Machine:
         """
         index = len(self.instructions)
         reads = (*reads, *(source for x in (*reads, *writes) for source in x.dynamic))  # where an address came from
+        said = self._said(op, engine, reads, writes) if self.loop else ()
+        if any(x.region().twice for x in writes):
+            run = _forgetting(run, [x for x in writes if x.region().twice])
         reads, writes = tuple((x.storage, x.region()) for x in reads), tuple((x.storage, x.region()) for x in writes)
         for storage, _ in (*reads, *writes):
-            if storage.scope is not None and storage.scope not in self.loop:
-                raise HazardError(
-                    f"{op}: {storage.name!r} was made inside a loop and is used outside it: allocate it before the loop"
-                )
+            self._reach(op, storage)
         for storage, _ in writes:
             if storage.constant:
                 self._open(storage)
         run()
         after = self._order(index, reads, (*writes, *((x.storage, x.region()) for x in fence)))
-        us, cycles, nbytes = cost.price(op, engine, facts)
-        made = Instruction(
-            index, op, engine, us, run, after, reads, writes, where(), self.loop, self.ordered, cycles, nbytes, facts
-        )
+        us, *more = cost.price(op, engine, facts)
+        more = self.ordered, *more, facts, said
+        made = Instruction(index, op, engine, us, run, after, reads, writes, where(), self.loop, *more)
         self.instructions.append(made)
         return made
+
+    def _reach(self, op, storage):
+        if storage.scope is not None and storage.scope not in self.loop:
+            raise HazardError(
+                f"{op}: {storage.name!r} was made inside a loop and is used outside it: allocate it before the loop"
+            )
+
+    def _said(self, op, engine, reads, writes):
+        """What of an instruction is known when the kernel is compiled: all but offsets that the device finds."""
+        place = lambda storage: storage.number if storage.scope == self.loop[-1] else storage
+        view = lambda x: (place(x.storage), x.dtype, x.shape, x.strides, None if x.moved else x.offset)
+        return op, engine, [view(x) for x in reads], [view(x) for x in writes]
 
     def _open(self, storage):
         """An input that is about to be written: keeps what it held, and from now on who read it matters."""
@@ -135,6 +151,17 @@ class Machine:
             storage.last = index
         after.discard(index)
         return tuple(sorted(after))
+
+
+def _forgetting(run, writes):
+    """run, after which nobody knows what these views hold: they have several elements in one place."""
+
+    def both():
+        run()
+        for x in writes:
+            x.state()[...] = memory.NEVER
+
+    return both
 
 
 def current() -> Machine:

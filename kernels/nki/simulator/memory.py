@@ -1,7 +1,8 @@
 """Memory as it lies: bytes, what wrote each of them, and which bytes an access touches.
 
 An on-chip allocation is [partitions, bytes a partition], one in HBM a single row. Beside the data lies one byte of
-state for each: 0 never written, 1 written, 2 written by a matmul (PSUM accumulates only onto what a matmul wrote).
+state for each: 0 never written (or by an instruction that has several elements there, of which any may come last), 1
+written, 2 written by a matmul (PSUM accumulates only onto what a matmul wrote).
 Fresh memory is full of 0xFF, which is NaN in every float; reads go by the state, because NaN can hide (times 0 in a
 select, or as an integer).
 """
@@ -20,12 +21,13 @@ _RUNS = 4096  # an access of more separate runs counts as all between its first 
 class Storage:
     """One allocation. space: "sbuf", "psum" or "hbm"."""
 
-    __slots__ = ("_regions", "address", "constant", "data", "first", "initial", "last", "name", "reads", "row_bytes",
-                 "rows", "scope", "shared", "space", "state", "writes")  # fmt: skip
+    __slots__ = ("_regions", "address", "constant", "data", "first", "initial", "last", "name", "number", "reads",
+                 "row_bytes", "rows", "scope", "shared", "space", "state", "writes")  # fmt: skip
 
-    def __init__(self, name, space, rows, row_bytes, scope=None, shared=False, address=None):
+    def __init__(self, name, space, rows, row_bytes, scope=None, number=0, shared=False, address=None):
         self.name, self.space, self.rows, self.row_bytes = name, space, rows, row_bytes
-        self.scope, self.shared, self.address = scope, shared, address
+        self.scope, self.number = scope, number  # the turn of a loop that made it, and which of its allocations it is
+        self.shared, self.address = shared, address
         self.constant = False  # an input: written before the kernel, not by it so far
         self.initial = None  # the bytes of an input that the kernel writes
         self.data = np.empty(rows * row_bytes, np.uint8)
@@ -64,6 +66,7 @@ class Region:
     ends: np.ndarray = field(compare=False)
     low: int = 0
     high: int = 0
+    twice: bool = False  # some byte is that of more than one element; may say True of dimensions that interlace
 
     def overlaps(self, other) -> bool:
         if self.p0 >= other.p1 or other.p0 >= self.p1 or self.low >= other.high or other.low >= self.high:
@@ -90,7 +93,12 @@ def _region(storage, shape, strides, offset, itemsize):
         row = storage.row_bytes // itemsize
         p0, start = divmod(offset, row)
         p1, dims = p0 + (shape[0] if strides[0] else 1), list(zip(shape[1:], strides[1:], strict=True))
-    dims = sorted(((n, s) for n, s in dims if n > 1 and s), key=lambda x: x[1])
+    start += sum(s * (n - 1) for n, s in dims if s < 0)
+    dims = sorted(((n, abs(s)) for n, s in dims if n > 1), key=lambda x: x[1])
+    twice, extent = False, 1
+    for n, step in dims:
+        twice, extent = twice or step < extent, extent + step * (n - 1)
+    dims = [x for x in dims if x[1]]
     length = 1
     while dims and dims[0][1] <= length:  # contiguous with, or within, what is there
         n, step = dims.pop(0)
@@ -104,4 +112,4 @@ def _region(storage, shape, strides, offset, itemsize):
             break
     starts = np.sort((start + starts) * itemsize)
     ends = starts + length * itemsize
-    return Region(p0, p1, starts, ends, int(starts[0]), int(ends[-1]))
+    return Region(p0, p1, starts, ends, int(starts[0]), int(ends[-1]), twice)

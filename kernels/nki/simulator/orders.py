@@ -73,7 +73,7 @@ def _stretches(run):
     stretches = []
     for core in run.machines:
         barriers = core.shared.barriers[core.core] if core.shared is not None else ()
-        ends = [*barriers, len(core.instructions)]
+        ends = [*(done for done, _ in barriers), len(core.instructions)]
         for i, (start, end) in enumerate(zip([0, *ends], ends, strict=False)):
             if len(stretches) <= i:
                 stretches.append([])

@@ -9,8 +9,9 @@ import math
 
 import numpy as np
 
-from ringtide.kernels.nki.simulator import dtypes, machine, memory
+from ringtide.kernels.nki.simulator import dtypes, memory
 from ringtide.kernels.nki.simulator.errors import (
+    BufferError,
     DtypeError,
     OutOfBoundsError,
     PartitionError,
@@ -32,13 +33,14 @@ class DynamicSlice:
 class NkiTensor:
     """A view: shape, strides and offset in elements, over a Storage. `buffer` is the MemoryRegion it lives in."""
 
-    __slots__ = ("buffer", "dtype", "dynamic", "name", "offset", "shape", "storage", "strides")
+    __slots__ = ("buffer", "dtype", "dynamic", "moved", "name", "offset", "shape", "storage", "strides")
 
-    def __init__(self, shape, dtype, storage, buffer, name="", strides=None, offset=0, dynamic=()):
+    def __init__(self, shape, dtype, storage, buffer, name="", strides=None, offset=0, dynamic=(), moved=False):
         self.shape, self.dtype, self.storage, self.buffer, self.name = tuple(shape), dtype, storage, buffer, name
         self.strides = tuple(strides) if strides is not None else _row_major(self.shape)
         self.offset = offset
         self.dynamic = dynamic  # tensors that an address was read from: the access depends on them
+        self.moved = moved  # the offset is one that only the device knows: of a register, or from memory
 
     # --- what instructions do with it -------------------------------------------------------------------------------
 
@@ -69,7 +71,8 @@ class NkiTensor:
         if not state.all():
             first = tuple(int(i) for i in np.argwhere(state == memory.NEVER)[0][:-1])
             raise UninitializedError(
-                f"{self!r}: element {first} is read and was never written: write it first, or slice"
+                f"{self!r}: element {first} is read and was never written: write it first, or slice (what an "
+                f"instruction writes twice, in no known order, counts as not written)"
             )
 
     def write(self, x, by=memory.WRITTEN):
@@ -147,12 +150,12 @@ class NkiTensor:
     def _index(self, axis, k, n):
         """(start, count, step, is it a single index) of one index."""
         if isinstance(k, DynamicSlice):
-            k = slice(_integer(self, k.start), _integer(self, k.start) + _integer(self, k.size))
+            k = slice(integer(self, k.start), integer(self, k.start) + integer(self, k.size))
         if isinstance(k, slice):
             start, stop, step = k.start, k.stop, k.step
-            step = 1 if step is None else _integer(self, step)
-            start = 0 if start is None else _integer(self, start)
-            stop = n if stop is None else _integer(self, stop)
+            step = 1 if step is None else integer(self, step)
+            start = 0 if start is None else integer(self, start)
+            stop = n if stop is None else integer(self, stop)
             start, stop = start + n * (start < 0), stop + n * (stop < 0)
             if step < 1:
                 raise ShapeError(f"{self!r}: the slice of axis {axis} steps by {step}, it must step forward")
@@ -163,7 +166,7 @@ class NkiTensor:
             if self.on_chip and axis == 0 and step > 1:
                 raise PartitionError(f"{self!r}: partitions cannot be strided, got a step of {step}")
             return start, -(-(stop - start) // step), step, False
-        k = _integer(self, k)
+        k = integer(self, k)
         if not -n <= k < n:
             raise OutOfBoundsError(f"{self!r}: index {k} of axis {axis}, which has {n}")
         return k + n * (k < 0), 1, 1, True
@@ -177,12 +180,13 @@ class NkiTensor:
         dim = self._axis(dim)
         if self.on_chip and dim == 0:
             raise PartitionError(f"{self!r}.select: the partition axis cannot be dropped")
-        index, sources = _dynamic(index)
+        given, (index, sources) = index, _dynamic(index)
         if not 0 <= index < self.shape[dim]:
             raise OutOfBoundsError(f"{self!r}.select: index {index} of axis {dim}, which has {self.shape[dim]}")
         drop = lambda x: [v for i, v in enumerate(x) if i != dim]
         offset = self.offset + index * self.strides[dim]
-        return self._view(drop(self.shape), drop(self.strides), offset, dynamic=sources)
+        moved = not isinstance(given, int | np.integer)
+        return self._view(drop(self.shape), drop(self.strides), offset, dynamic=sources, moved=moved)
 
     def permute(self, dims):
         """Axes in another order; on chip the partition stays first."""
@@ -294,18 +298,21 @@ class NkiTensor:
     reinterpret_cast = view
 
     def ap(self, pattern, offset=None, scalar_offset=None, vector_offset=None, indirect_dim=0, dtype=None):
-        """A raw access pattern [[step, count], ...] over the storage, from the view's own start plus `offset`.
+        """A raw access pattern [[step, count], ...] over the storage, whatever the view shows of it: from its element
+        `offset` on, or from where the view starts.
 
-        scalar_offset: a register or a one-element tensor; times the stride of `indirect_dim` it moves the start.
+        scalar_offset: a register or an integer in SBUF; times the stride of `indirect_dim` it moves the start.
         """
         base = self if dtype is None else self._retyped(dtypes.check(dtype))
-        start, sources = base.offset + (offset or 0), ()
+        start, sources = base.offset if offset is None else offset, ()
         if vector_offset is not None:
             raise UnsupportedError(
                 f"{self!r}.ap: vector_offset is not simulated: take one access a row, by scalar_offset"
             )
         if scalar_offset is not None:
             index, sources = _dynamic(scalar_offset)
+            if index < 0:
+                raise OutOfBoundsError(f"{self!r}.ap: scalar_offset is {index}, an index begins at 0")
             start += index * base.strides[indirect_dim]
         steps, counts = [int(s) for s, _ in pattern], [int(n) for _, n in pattern]
         if min(counts) < 1:
@@ -317,10 +324,11 @@ class NkiTensor:
                     f"{self!r}.ap: the first pair is the partition, its step is the {row} elements of one, "
                     f"got {steps[0]}"
                 )
-            last = start % row + sum(s * (n - 1) for s, n in zip(steps[1:], counts[1:], strict=True) if s > 0)
-            if last >= row:
-                raise OutOfBoundsError(f"{self!r}.ap({pattern}): reaches element {last} of a partition of {row}")
-        return base._view(counts, steps, start, dynamic=sources)
+            first, last = (start % row + x for x in _reach(counts[1:], steps[1:]))
+            if first < 0 or last >= row:
+                reached = first if first < 0 else last
+                raise OutOfBoundsError(f"{self!r}.ap({pattern}): reaches element {reached} of a partition of {row}")
+        return base._view(counts, steps, start, dynamic=sources, moved=scalar_offset is not None)
 
     def _retyped(self, dtype):
         a, b = dtypes.size(self.dtype), dtypes.size(dtype)
@@ -347,24 +355,24 @@ class NkiTensor:
         return [[s, n] for s, n in zip(self.strides, self.shape, strict=True)]
 
     def is_indirect(self) -> bool:
-        return bool(self.dynamic)
+        return self.moved
 
     def _axis(self, dim):
         if not -self.ndim <= dim < self.ndim:
             raise ShapeError(f"{self!r}: no axis {dim}")
         return dim % self.ndim
 
-    def _view(self, shape, strides, offset, dtype=None, dynamic=(), check=True):
+    def _view(self, shape, strides, offset, dtype=None, dynamic=(), moved=False, check=True):
         dtype, shape, strides = dtype or self.dtype, tuple(map(int, shape)), tuple(map(int, strides))
-        if self.dynamic and dynamic:
-            raise ShapeError(f"{self!r}: an address that was read from memory cannot be indexed by another one")
-        last = offset + sum(s * (n - 1) for s, n in zip(strides, shape, strict=True) if s > 0)
+        if self.moved and moved:
+            raise ShapeError(f"{self!r}: an address that is known on the device only cannot be indexed by another one")
+        first, last = (offset + x for x in _reach(shape, strides))
         held = len(self.storage.data) // dtypes.size(dtype)
-        if check and (offset < 0 or last >= held):
-            raise OutOfBoundsError(f"{self!r}: an access of {shape} reaches element {last}, the tensor has {held}")
-        return NkiTensor(
-            shape, dtype, self.storage, self.buffer, self.name, strides, int(offset), self.dynamic + dynamic
-        )
+        if check and (first < 0 or last >= held):
+            reached = first if first < 0 else last
+            raise OutOfBoundsError(f"{self!r}: an access of {shape} reaches element {reached}, the tensor has {held}")
+        made = self.dynamic + dynamic, self.moved or moved
+        return NkiTensor(shape, dtype, self.storage, self.buffer, self.name, strides, int(offset), *made)
 
     def __repr__(self):
         return f"{self.name or 'tensor'} {self.dtype}{list(self.shape)} in {self.storage.space}"
@@ -374,6 +382,13 @@ class NkiTensor:
 
     def __bool__(self):
         raise ShapeError(f"{self!r}: has no truth value: its content is not known when the kernel is compiled")
+
+    def __eq__(self, other):
+        if isinstance(other, int | float | VirtualRegister):
+            self.__bool__()
+        return self is other
+
+    __hash__ = object.__hash__
 
 
 class VirtualRegister:
@@ -385,21 +400,29 @@ class VirtualRegister:
     def _refuse(self, *_):
         raise TypeError("a register's value is not known when the kernel is compiled: pass it as scalar_offset")
 
-    __bool__ = __int__ = __index__ = __float__ = _refuse
+    __bool__ = __int__ = __index__ = __float__ = __lt__ = __le__ = __gt__ = __ge__ = _refuse
+    __hash__ = object.__hash__
+
+    def __eq__(self, other):
+        return self is other if other is None or isinstance(other, VirtualRegister) else self._refuse()
 
 
 def _dynamic(index):
     """(value, tensors it was read from) of an int, a register, or a tensor of one integer."""
     if isinstance(index, VirtualRegister):
+        if index.value is None:
+            raise UninitializedError("an address from a register that holds nothing: register_move or register_load")
         return index.value, index.sources
     if isinstance(index, NkiTensor):
         if index.size != 1 or index.dtype not in dtypes.INTEGERS:
             raise ShapeError(f"{index!r}: an address is one integer")
+        if index.storage.space != "sbuf":
+            raise BufferError(f"{index!r}: an address is read from SBUF: copy it there")
         return int(index.read().reshape(())), (index,)
-    return _integer(None, index), ()
+    return integer(None, index), ()
 
 
-def _integer(tensor, x):
+def integer(tensor, x):
     if isinstance(x, bool) or not isinstance(x, int | np.integer):
         raise ShapeError(f"{tensor!r}: an index must be an int known to the compiler, got {type(x).__name__} {x!r}")
     return int(x)
@@ -414,29 +437,15 @@ def _fill(tensor, shape, size):
     return shape
 
 
+def _reach(shape, strides):
+    """The least and the greatest element that a view reaches, from its first one."""
+    ends = [s * (n - 1) for s, n in zip(strides, shape, strict=True)]
+    return sum(min(x, 0) for x in ends), sum(max(x, 0) for x in ends)
+
+
 def _row_major(shape):
     strides, step = [], 1
     for n in reversed(shape):
         strides.append(step)
         step *= n
     return tuple(reversed(strides))
-
-
-def allocate(shape, dtype, space, buffer, name="", *, shared=False, address=None):
-    """A fresh tensor on the current machine; see `nl.ndarray`."""
-    dtype, shape = dtypes.check(dtype), tuple(_integer(None, n) for n in shape)
-    if not shape or min(shape) < 1:
-        raise ShapeError(f"{name or 'tensor'}: every axis must have at least 1, got shape {shape}")
-    if space == "hbm":
-        rows, row = 1, int(np.prod(shape, dtype=np.int64)) * dtypes.size(dtype)
-    else:
-        if len(shape) < 2:
-            raise ShapeError(f"{name or 'tensor'}: on chip a tensor has a partition and a free axis, got shape {shape}")
-        if shape[0] > memory.PARTITIONS:
-            raise PartitionError(
-                f"{name or 'tensor'}: {shape[0]} partitions, there are {memory.PARTITIONS}: tile axis 0"
-            )
-        rows, row = shape[0], int(np.prod(shape[1:], dtype=np.int64)) * dtypes.size(dtype)
-    core = machine.current()
-    storage = core.allocate(name or f"{space}{len(core.storages)}", space, rows, row, shared=shared, address=address)
-    return NkiTensor(shape, dtype, storage, buffer, name or storage.name)

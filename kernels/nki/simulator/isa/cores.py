@@ -26,7 +26,7 @@ def core_barrier(data, cores, engine=enums.engine.gpsimd, name=None):
     if tuple(cores) != (0, 1):
         raise EngineError(f"{op}: cores={cores}: only (0, 1)")
     made = core.issue(op, SHORT.get(engine, "POOL"), lambda: None, fence=(data,), shape=data.shape, name=name)
-    core.shared.barrier(core)
+    core.shared.barrier(core, data.storage)
     return made
 
 

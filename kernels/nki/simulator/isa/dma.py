@@ -2,7 +2,14 @@
 
 from ringtide.kernels.nki.simulator import alu, dtypes, machine
 from ringtide.kernels.nki.simulator.cost import DMA_TRANSPOSE
-from ringtide.kernels.nki.simulator.errors import BufferError, DtypeError, EngineError, ShapeError, UnsupportedError
+from ringtide.kernels.nki.simulator.errors import (
+    BufferError,
+    DtypeError,
+    EngineError,
+    HazardError,
+    ShapeError,
+    UnsupportedError,
+)
 from ringtide.kernels.nki.simulator.isa import checks, enums
 from ringtide.kernels.nki.simulator.isa.enums import member
 from ringtide.kernels.nki.simulator.tensor import NkiTensor
@@ -62,6 +69,9 @@ def dma_copy(
         raise DtypeError(f"{op}: {src.dtype} to {dst.dtype} with dge_mode.hwdge, which does not cast: leave it out")
     if dst.size != src.size:
         raise ShapeError(f"{op}: dst {dst!r} and src {src!r}: as many elements in both, got {dst.size} and {src.size}")
+    alike = (dst.shape, dst.strides, dst.offset) == (src.shape, src.strides, src.offset)
+    if dst.storage is src.storage and not alike and dst.region().overlaps(src.region()):
+        raise HazardError(f"{op}: dst {dst!r} overlaps src, and what is read first is not known: through another tile")
     same = dst.dtype == src.dtype
 
     def run():

@@ -42,7 +42,7 @@ def memset(dst, value, engine=enums.engine.unknown, name=None):
     stored = dtypes.NUMPY[dst.dtype]
     if dst.dtype in dtypes.INTEGERS:
         low, high = (0, 1) if dst.dtype == "bool" else (np.iinfo(stored).min, np.iinfo(stored).max)
-        if value != int(value) or not low <= value <= high:
+        if not np.isfinite(value) or value != int(value) or not low <= value <= high:
             raise DtypeError(f"{op}: {dst.dtype} has no value {value!r}")
         filled = np.int64(value)
     else:
