@@ -11,7 +11,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
-KERNELS = ("forward", "forward-fast", "backward", "decode")
+# kernel -> the most of d_k and d_v that it takes, and of heads that share a turn of its loop
+KERNELS = {
+    "forward": (128, 512, 8),
+    "forward-fast": (128, 512, 8),
+    "backward": (128, 256, 8),
+    "decode": (128, 512, 128),
+}
 C = 128  # tokens a chunk
 
 
@@ -41,16 +47,19 @@ def parse(texts) -> list[Case]:
         fields = {"kernel": "forward"}
         for part in filter(None, text.split(",")):
             key, _, x = part.partition("=")
-            if key in ("d_k", "d_v", "heads") and x.isdigit() and 0 < int(x) <= 512:
+            if key in ("d_k", "d_v", "heads") and x.isdecimal():
                 fields[key] = int(x)
             elif (key == "kernel" and x in KERNELS) or (key == "dtype" and x in ("bfloat16", "float16", "float32")):
                 fields[key] = x
             else:
                 raise ValueError(
-                    f"--shape {part!r}: expected kernel={'|'.join(KERNELS)}, d_k=, d_v= or heads= with a number from 1 "
-                    "to 512, dtype=bfloat16|float16|float32"
+                    f"--shape {part!r}: expected kernel={'|'.join(KERNELS)}, d_k=, d_v= or heads= with a number, "
+                    "dtype=bfloat16|float16|float32"
                 )
-        cases.append(Case(**fields))
+        cases.append(case := Case(**fields))
+        for key, most in zip(("d_k", "d_v", "heads"), KERNELS[case.kernel], strict=True):
+            if not 1 <= getattr(case, key) <= most:
+                raise ValueError(f"--shape {text!r}: {case.kernel} takes {key} from 1 to {most}")
     return cases
 
 

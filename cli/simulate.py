@@ -2,9 +2,11 @@
 
 import contextlib
 import importlib.util
+import inspect
 import json
 import os
 import sys
+import traceback
 from pathlib import Path
 
 import click
@@ -17,7 +19,7 @@ _FILLS = "normal", "uniform", "negative", "zeros", "ones"
 @click.option("--args", "args_file", required=True, type=click.Path(exists=True, dir_okay=False, path_type=Path),
               help="JSON: an object of arguments by name, or a list.")  # fmt: skip
 @click.option("--lnc", type=click.Choice(["1", "2"]), help="Run on a grid of so many cores.  [no grid]")
-@click.option("--seed", type=int, default=0, help="Of the arrays.  [0]")
+@click.option("--seed", type=click.IntRange(0), default=0, help="Of the arrays.  [0]")
 @click.option("--sbuf", type=click.IntRange(1), help="What SBUF holds, KiB a partition.  [192]")
 @click.option("--no-lint", is_flag=True, help="Do not look for Python that a front end of the compiler does not take.")
 @click.option("--trace", "trace_file", type=click.Path(dir_okay=False, path_type=Path), help="Write a Chrome trace.")
@@ -31,20 +33,23 @@ def command(kernel, args_file, lnc, seed, sbuf, no_lint, trace_file, as_json):
     os.environ["RINGTIDE_NKI"] = "simulator"  # before anything asks which nki there is
     from ringtide import nki
     from ringtide.kernels.nki import backend
-    from ringtide.kernels.nki.simulator.errors import NkiSimError
 
     if trace_file is not None and not trace_file.parent.is_dir():
         raise click.UsageError(f"--trace {trace_file}: its folder does not exist")
     with contextlib.nullcontext() if backend.real() else nki.external():
         found = _load(kernel)
         args, kwargs = _arguments(args_file, seed)
-        findings = [] if no_lint else nki.lint(found)
+        try:
+            inspect.signature(found).bind(*args, **kwargs)
+        except TypeError as error:
+            raise click.UsageError(f"--args {args_file}: {kernel}: {error}") from None
         options = {} if sbuf is None else {"sbuf_bytes": sbuf * 1024}
         run = nki.simulate(found if lnc is None else nki.jit(found)[int(lnc)], **options)
         try:
+            findings = [] if no_lint else nki.lint(found)
             out = run(*args, **kwargs)
-        except NkiSimError as error:
-            raise click.ClickException(f"{type(error).__name__}: {error}") from None
+        except Exception as error:
+            raise click.ClickException(_one_line(error)) from None
     report = _report(run.last, out, findings)
     if trace_file is not None:
         trace_file.write_text(json.dumps(nki.trace(run.last)), encoding="utf-8")
@@ -60,10 +65,23 @@ def _load(spec):
     made = importlib.util.spec_from_file_location(Path(file).stem, file)
     module = importlib.util.module_from_spec(made)
     sys.modules[made.name] = module  # dataclasses look there
-    made.loader.exec_module(module)
+    try:
+        made.loader.exec_module(module)
+    except Exception as error:
+        raise click.ClickException(_one_line(error)) from None
     if not callable(getattr(module, name, None)):
         raise click.UsageError(f"{spec}: {file} has no kernel {name!r}")
     return getattr(module, name)
+
+
+def _one_line(error):
+    """The error, and where in the kernel it came up: the innermost line outside the simulator."""
+    from ringtide.kernels.nki import simulator
+
+    ours, frames = (str(Path(simulator.__file__).parent), __file__, "<"), traceback.extract_tb(error.__traceback__)
+    theirs = [x for x in frames if not x.filename.startswith(ours)]
+    place = f"{theirs[-1].filename}:{theirs[-1].lineno}: " if theirs else ""
+    return f"{place}{type(error).__name__}: {' '.join(str(error).split())}"
 
 
 def _arguments(file, seed):
@@ -88,9 +106,9 @@ def _array(rng, name, x):
     if not isinstance(x, dict) or "shape" not in x:
         return x
     shape, dtype, fill = x["shape"], x.get("dtype", "float32"), x.get("fill", "normal")
-    if not isinstance(shape, list) or not all(isinstance(n, int) and n > 0 for n in shape):
+    if not isinstance(shape, list) or not all(type(n) is int and n > 0 for n in shape):
         raise click.UsageError(f"--args: {name}: shape is a list of positive integers, got {shape}")
-    if dtype not in dtypes.NUMPY or fill not in _FILLS or set(x) - {"shape", "dtype", "fill"}:
+    if dtype not in [*dtypes.NUMPY] or fill not in _FILLS or set(x) - {"shape", "dtype", "fill"}:
         raise click.UsageError(f"--args: {name}: {x}: dtype {', '.join(dtypes.NUMPY)}; fill {', '.join(_FILLS)}")
     made = {
         "normal": lambda: rng.standard_normal(shape) * (10 if dtype in dtypes.INTEGERS else 1),

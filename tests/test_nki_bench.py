@@ -36,7 +36,7 @@ def doubled(x):
 def small(monkeypatch):
     def run(case):
         call = simulate(doubled)
-        call(np.ones((2, 8, 128, case.d_k), np.float32))
+        call(np.ones((2, 8, 128, case.d_v), np.float32))
         return call.last, 8
 
     monkeypatch.setattr(bench, "_RUNS", dict.fromkeys(bench.KERNELS, run))
@@ -47,11 +47,11 @@ def invoke(*args):
 
 
 def test_rows_are_of_a_unit(small):
-    result = invoke("--json", "--shape", "kernel=backward,d_k=512,heads=2", "--shape", "d_k=64")
+    result = invoke("--json", "--shape", "kernel=forward,d_v=512,heads=2", "--shape", "d_v=64")
     assert result.exit_code == 0, result.output
     wide, narrow = map(json.loads, result.stdout.splitlines())
     assert set(wide) >= KEYS
-    assert (wide["kernel"], wide["d_k"], wide["d_v"], wide["heads"]) == ("backward", 512, 128, 2)
+    assert (wide["kernel"], wide["d_k"], wide["d_v"], wide["heads"]) == ("forward", 128, 512, 2)
     assert wide["kind"] == "estimate"
     assert wide["critical"] == "DMA"
     nbytes = 2 * 128 * 512 * 4
@@ -85,7 +85,11 @@ def test_trace_of_the_first_row(small, tmp_path):
     ("args", "message"),
     [
         (["--shape", "kernel=sideways"], "kernel=forward|forward-fast|backward|decode"),
-        (["--shape", "d_k=0"], "a number from 1 to 512"),
+        (["--shape", "d_k=many"], "d_k=, d_v= or heads= with a number"),
+        (["--shape", "d_k=200"], "forward takes d_k from 1 to 128"),
+        (["--shape", "kernel=backward,d_v=512"], "backward takes d_v from 1 to 256"),
+        (["--shape", "heads=9"], "forward takes heads from 1 to 8"),  # 9 are two groups with a loop each
+        (["--shape", "kernel=decode,heads=0"], "decode takes heads from 1 to 128"),
         (["--shape", "dtype=float64"], "dtype=bfloat16|float16|float32"),
         (["--trace", "/nowhere/at/all.json"], "its folder does not exist"),
     ],

@@ -197,6 +197,8 @@ def scaled(x, scale=1.0, bad=False):
     tile = nl.ndarray(x.shape, dtype=x.dtype, buffer=nl.sbuf)
     nisa.dma_copy(dst=tile, src=x, dge_mode=dge_mode.none)
     nisa.tensor_scalar(dst=tile, data=tile, op0=nl.multiply, operand0=scale)
+    if scale == 3.0:
+        raise RuntimeError("of two\\nlines")
     if bad is x:
         nisa.memset(dst=tile, value=0.0)
     nisa.dma_copy(dst=out, src=tile)
@@ -342,7 +344,12 @@ def test_simulate_reports(file, monkeypatch):
     [
         ({"x": {"shape": [128, 64], "dtype": "float64"}}, "dtype bool, int8"),
         ({"x": {"shape": [128, 0]}}, "positive integers"),
-        ({"x": {"shape": [256, 64]}}, "PartitionError"),
+        ({"x": {"shape": [128, True]}}, "positive integers"),
+        ({"x": {"shape": [128, 4], "dtype": []}}, "dtype bool, int8"),
+        ({"x": {"shape": [256, 64]}}, "scaled.py:12: PartitionError: "),
+        ({"x": _X, "scale": 3.0}, "scaled.py:16: RuntimeError: of two lines"),
+        ({"y": _X}, "scaled: missing a required argument: 'x'"),
+        ([_X, 1.0, None, 4], "scaled: too many positional arguments"),
         ("x", "expected an object or a list"),
     ],
 )
