@@ -480,6 +480,18 @@ def loop_that_counts_in_python(x):
     nl.fori_loop(0, 4, body)
 
 
+@fault(errors.HazardError, r"turn 1 of a loop: nc_matmul at .*the body is compiled once")
+def loop_that_overwrites_once(x):
+    t, p = sbuf(8, 4), empty(4, 4, buffer=nl.psum)
+    nl.fori_loop(0, 2, lambda i: nisa.nc_matmul(p, t, t))
+
+
+@fault(errors.HazardError, "turn 1 of a loop: activation at .*the body is compiled once")
+def loop_with_another_function(x):
+    t, functions = sbuf(8, 4), [nl.copy, nl.exp]
+    nl.fori_loop(0, 2, lambda i: nisa.activation(t, functions.pop(), t))
+
+
 @fault(errors.HazardError, "turn 1 of a loop: ends; in turn 0 that is memset at")
 def loop_that_begins_otherwise(x):
     t = sbuf(8, 4)

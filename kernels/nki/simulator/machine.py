@@ -97,7 +97,7 @@ class Machine:
         """
         index = len(self.instructions)
         reads = (*reads, *(source for x in (*reads, *writes) for source in x.dynamic))  # where an address came from
-        said = self._said(op, engine, reads, writes) if self.loop else ()
+        said = self._said(op, engine, facts, reads, writes) if self.loop else ()
         if any(x.region().twice for x in writes):
             run = _forgetting(run, [x for x in writes if x.region().twice])
         reads, writes = tuple((x.storage, x.region()) for x in reads), tuple((x.storage, x.region()) for x in writes)
@@ -120,11 +120,11 @@ class Machine:
                 f"{op}: {storage.name!r} was made inside a loop and is used outside it: allocate it before the loop"
             )
 
-    def _said(self, op, engine, reads, writes):
+    def _said(self, op, engine, facts, reads, writes):
         """What of an instruction is known when the kernel is compiled: all but offsets that the device finds."""
         place = lambda storage: storage.number if storage.scope == self.loop[-1] else storage
         view = lambda x: (place(x.storage), x.dtype, x.shape, x.strides, None if x.moved else x.offset)
-        return op, engine, [view(x) for x in reads], [view(x) for x in writes]
+        return op, engine, facts, [view(x) for x in reads], [view(x) for x in writes]
 
     def _open(self, storage):
         """An input that is about to be written: keeps what it held, and from now on who read it matters."""

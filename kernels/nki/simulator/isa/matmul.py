@@ -154,6 +154,7 @@ def nc_matmul(
         fp32="float32" in (stationary.dtype, moving.dtype),
         onezero=(is_stationary_onezero and stationary.dtype == "float32")
         or (is_moving_onezero and moving.dtype == "float32"),
+        fresh=accumulate is None and not (dst.state() == memory.MATMUL).any(),  # it overwrites, the first time
         dtype=stationary.dtype,
         shape=dst.shape,
         name=name,
