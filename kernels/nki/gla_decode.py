@@ -29,7 +29,7 @@ not, so nothing is skipped. A pool has SPARE slots behind the sequences': one of
 for a sequence that begins or is not there, and one to write to, which is never read, for one that is not there. (A DMA
 can skip an address out of bounds, oob_mode.skip; whether -1 is one, and what a skipped read leaves, is undocumented.)
 
-How it got here, T_sched of 96/192 in float32 over the time of its bytes at 362 GB/s (1.11 now; bfloat16 1.07):
+How it got here, T_sched of 96/192 in float32 over the time of its bytes at 362 GB/s (1.09 now; bfloat16 1.06):
   1.49  all of a turn's loads first: they hold up the small ones of v, which the engines then wait for
   1.46  k v^T by the tensor engine, [1, K]^T [1, V]: float32 takes four passes, against two of ones
   1.35  o by S' as the moving operand: V columns of four passes, against 64 for each 128 columns of it
@@ -41,9 +41,9 @@ Limits: K <= 128, V <= 512; ops.py splits what is larger.
 """
 
 from ringtide.kernels.nki.backend import nisa, nki, nl
+from ringtide.kernels.nki.units import BANK
 
 ROWS = 128  # (sequence, head)s of a turn
-BANK = 512  # float32 columns of a PSUM bank
 GROUP_BYTES = 8192  # of a partition; from 4 KiB on a transfer keeps the DMA engines busy
 GROUPS = 8  # under way at once
 AHEAD = 4  # units with k v^T in PSUM

@@ -1,8 +1,8 @@
-"""Units of work down a pipeline: what the forward and the backward kernel share.
+"""Units of work down a pipeline, and the sizes and 0/1 matrices of a chunk: what the kernels share.
 
 A unit is a chunk of C tokens of one head. In each step every stage works on another unit, `lag` units behind the first
-stage, oldest unit first, so that an engine in its recorded order finds its operands ready. A tile that one stage
-writes and a later one reads has as many copies as the lag between them, and one more.
+stage, so that an engine in its recorded order finds its operands ready. A tile that one stage writes and a later one
+reads has as many copies as the lag between them, and one more unless a step reads the old content before it writes.
 """
 
 import numpy as np

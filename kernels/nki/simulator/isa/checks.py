@@ -15,6 +15,7 @@ from ringtide.kernels.nki.simulator.isa.enums import SHORT, engine, member
 from ringtide.kernels.nki.simulator.tensor import NkiTensor
 
 ON_CHIP, SBUF, PSUM = ("sbuf", "psum"), ("sbuf",), ("psum",)
+QUIET = dict(invalid="ignore", over="ignore", divide="ignore", under="ignore")  # infinities and NaN, as on the engines
 _TINY = np.float32(np.finfo(np.float32).tiny)
 _RANK = 5  # partition and four free axes
 

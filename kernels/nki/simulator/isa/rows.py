@@ -9,7 +9,6 @@ from ringtide.kernels.nki.simulator.isa.accumulators import Accumulators
 from ringtide.kernels.nki.simulator.isa.vector import apply, stage
 from ringtide.kernels.nki.simulator.tensor import NkiTensor
 
-_QUIET = dict(invalid="ignore", over="ignore", divide="ignore", under="ignore")
 _REDUCES = ("add", "multiply", "maximum", "minimum")
 _FP32_MIN = np.finfo(np.float32).min
 _EIGHT, _LONGEST = 8, 16384
@@ -56,7 +55,7 @@ def tensor_scalar_reduce(
     flush = core.options.flush
 
     def run():
-        with np.errstate(**_QUIET):
+        with np.errstate(**checks.QUIET):
             x = apply(first, checks.fp32(data, flush), operand0, False)
             checks.store(dst, x, flush)
             rows.reduce(operator, x, reduce_init, reduce_res_negate)
@@ -83,7 +82,7 @@ def tensor_scalar_cumulative(dst, src, op0, op1, imm0, imm1=None, reduce_cmd=enu
     flush, p = core.options.flush, src.shape[0]
 
     def run():
-        with np.errstate(**_QUIET):
+        with np.errstate(**checks.QUIET):
             x = apply(first, checks.fp32(src, flush), imm0, False).reshape(p, -1)
             begin = state.start(operator, imm1)
             if operator == "subtract":  # x - state: the sign of the state turns each time

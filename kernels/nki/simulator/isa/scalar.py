@@ -8,8 +8,6 @@ from ringtide.kernels.nki.simulator.isa import checks, enums
 from ringtide.kernels.nki.simulator.isa.accumulators import Accumulators
 from ringtide.kernels.nki.simulator.tensor import NkiTensor
 
-_QUIET = dict(invalid="ignore", over="ignore", divide="ignore", under="ignore")
-
 
 def activation(
     dst,
@@ -57,7 +55,7 @@ def _activation(ins, dst, op, data, bias, scale, reduce_op, reduce_res, cmd, nam
     def run():
         x = checks.fp32(data, options.flush)
         if not plain:
-            with np.errstate(**_QUIET):
+            with np.errstate(**checks.QUIET):
                 x = x * checks.scalar(scale, x.ndim) + checks.scalar(bias, x.ndim)
         y = evaluate(core, ins, function, x, index)
         sums.reduce("add", y)
@@ -95,7 +93,7 @@ def evaluate(core, ins, function, x, index):
             )
     if function == "copy":
         return x
-    with np.errstate(**_QUIET):
+    with np.errstate(**checks.QUIET):
         if function == "exp":
             y = np.exp(x)
         else:

@@ -8,7 +8,6 @@ from ringtide.kernels.nki.simulator.isa import checks, enums
 from ringtide.kernels.nki.simulator.isa.accumulators import reduced
 from ringtide.kernels.nki.simulator.tensor import NkiTensor
 
-_QUIET = dict(invalid="ignore", over="ignore", divide="ignore", under="ignore")
 _INT32 = ("int32", "uint32")
 
 
@@ -97,7 +96,7 @@ def tensor_tensor(dst, data1, data2, op, engine=enums.engine.unknown, name=None)
         f = alu.ARITHMETIC[operator]
 
         def run():
-            with np.errstate(**_QUIET):
+            with np.errstate(**checks.QUIET):
                 found = f(data1.read(), data2.read().reshape(shape))
             checks.store(dst, found)
     else:
@@ -105,7 +104,7 @@ def tensor_tensor(dst, data1, data2, op, engine=enums.engine.unknown, name=None)
 
         def run():
             x, y = checks.fp32(data1, flush), checks.fp32(data2, flush)
-            with np.errstate(**_QUIET):
+            with np.errstate(**checks.QUIET):
                 found = f(x, y if y.shape == shape else y.reshape(shape))
             checks.store(dst, found, flush)
 
@@ -204,7 +203,7 @@ def tensor_scalar(
 
         def run():
             x = checks.fp32(data, flush)
-            with np.errstate(**_QUIET):
+            with np.errstate(**checks.QUIET):
                 for operator, operand, reverse in stages:
                     x = apply(operator, x, operand, reverse)
             checks.store(dst, x, flush)
@@ -235,7 +234,7 @@ def scalar_tensor_tensor(dst, data, op0, operand0, op1, operand1, reverse0=False
     def run():
         x, y = checks.fp32(data, flush), checks.fp32(operand1, flush)
         y = y if y.shape == x.shape else y.reshape(x.shape)
-        with np.errstate(**_QUIET):
+        with np.errstate(**checks.QUIET):
             x = apply(first, x, operand0, reverse0)
             x = f(y, x) if reverse1 else f(x, y)
         checks.store(dst, x, flush)
@@ -267,7 +266,7 @@ def tensor_tensor_scan(dst, data0, data1, initial, op0, op1, reverse0=False, rev
     def run():
         a, b = (list(np.ascontiguousarray(checks.fp32(x, flush).reshape(p, -1).T)) for x in (data0, data1))
         states, state = [], np.broadcast_to(checks.scalar(initial, 1), (p,))
-        with np.errstate(**_QUIET):
+        with np.errstate(**checks.QUIET):
             for x, y in zip(a, b, strict=True):
                 state = f(state, x) if reverse0 else f(x, state)
                 state = g(y, state) if reverse1 else g(state, y)
@@ -304,7 +303,7 @@ def tensor_reduce(dst, op, data, axis, negate=False, keepdims=False, name=None):
         if on_bits:
             checks.store_bits(dst, alu.REDUCE[operator].reduce(checks.bits(data, width), axis=axes))
         else:
-            with np.errstate(**_QUIET):
+            with np.errstate(**checks.QUIET):
                 x = reduced(operator, checks.fp32(data, flush), axes, core.options.exact)
             checks.store(dst, -x if negate else x, flush)
 
@@ -330,7 +329,7 @@ def reciprocal(dst, data, name=None):
     flush = core.options.flush
 
     def run():
-        with np.errstate(**_QUIET):
+        with np.errstate(**checks.QUIET):
             checks.store(dst, 1 / checks.fp32(data, flush), flush)
 
     return core.issue(op, "DVE", run, (data,), (dst,), **checks.facts(dst, data), name=name)
