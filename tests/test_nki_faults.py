@@ -722,7 +722,7 @@ RULES = {  # rule -> (how to turn it off, faults that only it finds)
     "bits of integers": (lambda p: p.setattr(checks, "integers", nothing), ["bits_of_floats"]),
     "bits or arithmetic": (lambda p: p.setattr(checks, "kinds", lambda op, *x: x[0]), ["bits_and_arithmetic"]),
     "a loop's tiles stay inside": (
-        lambda p: p.setattr(machine.Machine, "_reach", nothing),
+        lambda p: p.setattr(machine.Machine, "_check_scope", nothing),
         ["tile_of_a_loop_outside"],
     ),
     "turns of a loop are alike": (

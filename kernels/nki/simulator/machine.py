@@ -102,7 +102,7 @@ class Machine:
             run = _forgetting(run, [x for x in writes if x.region().twice])
         reads, writes = tuple((x.storage, x.region()) for x in reads), tuple((x.storage, x.region()) for x in writes)
         for storage, _ in (*reads, *writes):
-            self._reach(op, storage)
+            self._check_scope(op, storage)
         for storage, _ in writes:
             if storage.constant:
                 self._open(storage)
@@ -114,7 +114,7 @@ class Machine:
         self.instructions.append(made)
         return made
 
-    def _reach(self, op, storage):
+    def _check_scope(self, op, storage):
         if storage.scope is not None and storage.scope not in self.loop:
             raise HazardError(
                 f"{op}: {storage.name!r} was made inside a loop and is used outside it: allocate it before the loop"

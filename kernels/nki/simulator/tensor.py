@@ -180,13 +180,12 @@ class NkiTensor:
         dim = self._axis(dim)
         if self.on_chip and dim == 0:
             raise PartitionError(f"{self!r}.select: the partition axis cannot be dropped")
-        given, (index, sources) = index, _dynamic(index)
+        index, *device = _dynamic(index)
         if not 0 <= index < self.shape[dim]:
             raise OutOfBoundsError(f"{self!r}.select: index {index} of axis {dim}, which has {self.shape[dim]}")
         drop = lambda x: [v for i, v in enumerate(x) if i != dim]
         offset = self.offset + index * self.strides[dim]
-        moved = not isinstance(given, int | np.integer)
-        return self._view(drop(self.shape), drop(self.strides), offset, dynamic=sources, moved=moved)
+        return self._view(drop(self.shape), drop(self.strides), offset, None, *device)
 
     def permute(self, dims):
         """Axes in another order; on chip the partition stays first."""
@@ -304,13 +303,13 @@ class NkiTensor:
         scalar_offset: a register or an integer in SBUF; times the stride of `indirect_dim` it moves the start.
         """
         base = self if dtype is None else self._retyped(dtypes.check(dtype))
-        start, sources = base.offset if offset is None else offset, ()
+        start, device = base.offset if offset is None else offset, ()
         if vector_offset is not None:
             raise UnsupportedError(
                 f"{self!r}.ap: vector_offset is not simulated: take one access a row, by scalar_offset"
             )
         if scalar_offset is not None:
-            index, sources = _dynamic(scalar_offset)
+            index, *device = _dynamic(scalar_offset)
             if index < 0:
                 raise OutOfBoundsError(f"{self!r}.ap: scalar_offset is {index}, an index begins at 0")
             start += index * base.strides[indirect_dim]
@@ -328,7 +327,7 @@ class NkiTensor:
             if first < 0 or last >= row:
                 reached = first if first < 0 else last
                 raise OutOfBoundsError(f"{self!r}.ap({pattern}): reaches element {reached} of a partition of {row}")
-        return base._view(counts, steps, start, dynamic=sources, moved=scalar_offset is not None)
+        return base._view(counts, steps, start, None, *device)
 
     def _retyped(self, dtype):
         a, b = dtypes.size(self.dtype), dtypes.size(dtype)
@@ -408,18 +407,19 @@ class VirtualRegister:
 
 
 def _dynamic(index):
-    """(value, tensors it was read from) of an int, a register, or a tensor of one integer."""
+    """(value, tensors it was read from, whether only the device knows it) of an int, a register, a tensor of one
+    integer."""
     if isinstance(index, VirtualRegister):
         if index.value is None:
             raise UninitializedError("an address from a register that holds nothing: register_move or register_load")
-        return index.value, index.sources
+        return index.value, index.sources, True
     if isinstance(index, NkiTensor):
         if index.size != 1 or index.dtype not in dtypes.INTEGERS:
             raise ShapeError(f"{index!r}: an address is one integer")
         if index.storage.space != "sbuf":
             raise BufferError(f"{index!r}: an address is read from SBUF: copy it there")
-        return int(index.read().reshape(())), (index,)
-    return integer(None, index), ()
+        return int(index.read().reshape(())), (index,), True
+    return integer(None, index), (), False
 
 
 def integer(tensor, x):
