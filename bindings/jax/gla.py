@@ -40,7 +40,7 @@ def gla(
       segment_ids: [B, T] integers. A token whose id differs from the last one before it starts from a zero state.
         Negative ids are padding: output 0, the state passes unchanged, and q, k, v and g may hold anything, NaN too.
         initial_state enters the first segment (hand zeros where a new one begins), the final state is the last one's.
-      implementation: a name ("xla") or a sequence of names to try; None chooses by platform.
+      implementation: a name ("xla", "nki") or a sequence of names to try; None chooses by platform.
 
     Returns:
       (out [B, T, N, V] in the dtype of v, final state [B, N, K, V] float32, or None). Both are differentiable.

@@ -32,7 +32,7 @@ another one.
 
     SBUF, bytes a partition, 128/128, bfloat16     PSUM banks (8)
     constants                 5.9 K                  gate sums            2
-    a chunk's q k v g o       1.5 K a head x 4       transposes, b_C - b  1
+    chunks' q k v g o         6.0 K a head           transposes, b_C - b  1
     units on their way       14 K                    scores               1
     states                    1.0 K a head           o                    3
                                                      k^T v                1

@@ -28,7 +28,7 @@ Stages lie several units apart, as in gla.py. For 128/128 in bfloat16, us a unit
 
     SBUF, bytes a partition, 128/128, bfloat16     PSUM banks, each filled and emptied several times a unit
     constants                 9.6 K                  0  k^T, q^T; last gate sums; D to dk; e^{b_C}; last exponents
-    a chunk, in and out       3.3 K a head x 4       1  v^T, do^T; S and D turned round
+    chunks, in and out         13 K a head           1  v^T, do^T; S and D turned round
     units on their way       44 K                    2  gate sums; [dk | dq]_h
     D and its roundings       1.0 K a head           3  gate sums; [dk | dq]_h; S to dq
                                                      4  P_h turned round; Z; s = t of A; exponents' gradients
