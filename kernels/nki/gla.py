@@ -62,6 +62,7 @@ from ringtide.kernels.nki.units import (
     level,
     load,
     run_down,
+    shares,
     side_by_side,
     split_turns,
     sum_from,
@@ -98,9 +99,7 @@ def gla_forward(q, k, v, g, h0, scale, fast=False):
     results have it twice."""
     batch, length, heads, K = q.shape
     V = v.shape[3]
-    cores = nl.num_programs(0) if nl.program_ndim() > 0 else 1
-    core = nl.program_id(0) if cores > 1 else 0
-    share = (heads + cores - 1) // cores
+    core, cores, share = shares(heads)
     o = nl.ndarray((batch, length, share * cores, V), dtype=v.dtype, buffer=nl.shared_hbm)
     final = nl.ndarray((batch, share * cores, K, V), dtype=nl.float32, buffer=nl.shared_hbm)
     parts = groups(share)

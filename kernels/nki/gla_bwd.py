@@ -55,6 +55,7 @@ from ringtide.kernels.nki.units import (
     level,
     load,
     run_down,
+    shares,
     side_by_side,
     split_turns,
     sum_to,
@@ -88,9 +89,7 @@ def gla_backward(q, k, v, g, h0, do, dhT, scale):
     """
     batch, length, heads, K = q.shape
     V = v.shape[3]
-    cores = nl.num_programs(0) if nl.program_ndim() > 0 else 1
-    core = nl.program_id(0) if cores > 1 else 0
-    share = (heads + cores - 1) // cores
+    core, cores, share = shares(heads)
     wide = share * cores
     dq = nl.ndarray((batch, length, wide, K), dtype=q.dtype, buffer=nl.shared_hbm)
     dk = nl.ndarray((batch, length, wide, K), dtype=q.dtype, buffer=nl.shared_hbm)

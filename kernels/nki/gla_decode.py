@@ -41,7 +41,7 @@ Limits: K <= 128, V <= 512; ops.py splits what is larger.
 """
 
 from ringtide.kernels.nki.backend import nisa, nki, nl
-from ringtide.kernels.nki.units import BANK
+from ringtide.kernels.nki.units import BANK, shares
 
 ROWS = 128  # (sequence, head)s of a turn
 GROUP_BYTES = 8192  # of a partition; from 4 KiB on a transfer keeps the DMA engines busy
@@ -56,10 +56,9 @@ def gla_decode(q, k, v, g, pool, slots, scale):
     [slots, K, N, V] float32, changed in place, slots [B, 2] int32: where to read a sequence's state, where to write it.
     """
     batch, heads, V = v.shape
-    cores = nl.num_programs(0) if nl.program_ndim() > 0 else 1
     o = nl.ndarray((batch, heads, V), dtype=v.dtype, buffer=nl.shared_hbm)
-    share = (heads + cores - 1) // cores
-    begin = nl.program_id(0) * share if cores > 1 else 0
+    core, _, share = shares(heads)
+    begin = core * share
     end = min(begin + share, heads)
     for first in range(begin, end, ROWS):
         run_heads((q, k, v, g, slots.expand_dim(2), o), pool, first, min(ROWS, end - first), scale)

@@ -53,6 +53,13 @@ def sum_from(dst, gates, matrix, first, last):
         nisa.nc_matmul(dst=dst, stationary=stationary, moving=gates, is_stationary_onezero=True, accumulate=i > 0)
 
 
+def shares(count):
+    """(this core, cores, the most of `count` that one of them takes)."""
+    cores = nl.num_programs(0) if nl.program_ndim() > 0 else 1
+    core = nl.program_id(0) if cores > 1 else 0
+    return core, cores, (count + cores - 1) // cores
+
+
 def groups(heads):
     """[(first head, count)]: as few groups as GROUP allows, as equal as can be, the smallest first."""
     number = (heads + GROUP - 1) // GROUP

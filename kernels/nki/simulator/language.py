@@ -21,7 +21,7 @@ from ringtide.kernels.nki.simulator.errors import (
     UnsupportedError,
 )
 from ringtide.kernels.nki.simulator.functions import *  # noqa: F403
-from ringtide.kernels.nki.simulator.tensor import DynamicSlice, NkiTensor, VirtualRegister, _dynamic  # noqa: F401
+from ringtide.kernels.nki.simulator.tensor import DynamicSlice, NkiTensor, VirtualRegister, address_of  # noqa: F401
 
 bool_ = "bool"
 int8, int16, int32 = "int8", "int16", "int32"
@@ -210,7 +210,7 @@ def fori_loop(lower, upper, body_fun, step=1):
     if not isinstance(step, int) or step < 1:
         raise ShapeError(f"fori_loop: step must be a positive int, got {step!r}")
     core, loop, turns = *_new_loop("fori_loop"), []
-    for number, i in enumerate(range(_dynamic(lower)[0], _dynamic(upper)[0], step)):
+    for number, i in enumerate(range(address_of(lower)[0], address_of(upper)[0], step)):
         with _turn(core, loop, number, turns):
             body_fun(VirtualRegister(i, frozen=True))
 

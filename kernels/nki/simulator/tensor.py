@@ -180,7 +180,7 @@ class NkiTensor:
         dim = self._axis(dim)
         if self.on_chip and dim == 0:
             raise PartitionError(f"{self!r}.select: the partition axis cannot be dropped")
-        index, *device = _dynamic(index)
+        index, *device = address_of(index)
         if not 0 <= index < self.shape[dim]:
             raise OutOfBoundsError(f"{self!r}.select: index {index} of axis {dim}, which has {self.shape[dim]}")
         drop = lambda x: [v for i, v in enumerate(x) if i != dim]
@@ -309,7 +309,7 @@ class NkiTensor:
                 f"{self!r}.ap: vector_offset is not simulated: take one access a row, by scalar_offset"
             )
         if scalar_offset is not None:
-            index, *device = _dynamic(scalar_offset)
+            index, *device = address_of(scalar_offset)
             if index < 0:
                 raise OutOfBoundsError(f"{self!r}.ap: scalar_offset is {index}, an index begins at 0")
             start += index * base.strides[indirect_dim]
@@ -406,7 +406,7 @@ class VirtualRegister:
         return self is other if other is None or isinstance(other, VirtualRegister) else self._refuse()
 
 
-def _dynamic(index):
+def address_of(index):
     """(value, tensors it was read from, whether only the device knows it) of an int, a register, a tensor of one
     integer."""
     if isinstance(index, VirtualRegister):
