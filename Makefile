@@ -1,9 +1,11 @@
 # Each target sets up the virtual environment by itself: `git clone`, `make demo`, done.
-# VENV and PYTHON choose another environment: `make test VENV=.venv-3.13 PYTHON=python3.13`; TESTS and ARGS go to pytest.
+# VENV and PYTHON choose another environment: `make test VENV=.venv-3.13 PYTHON=python3.13`; TORCH= leaves PyTorch out,
+# and its tests with it; TESTS and ARGS go to pytest.
 PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
+TORCH  ?= torch>=2.9,<2.14
 TESTS  ?= tests
 ARGS   ?=
 
@@ -13,7 +15,7 @@ venv: $(READY)
 
 $(READY): pyproject.toml
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[models,test,bench,tpu]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[models,test,bench,tpu]' $(if $(TORCH),'$(TORCH)')
 	touch $@
 
 demo: $(READY)
@@ -23,13 +25,12 @@ test: $(READY)
 	$(BIN)/pytest -n 2 -m 'not slow' $(ARGS) $(TESTS)
 
 test-slow: $(READY)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check 'torch>=2.7,<2.14' 'transformers>=4.50'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check '$(TORCH)' 'transformers>=4.50'
 	$(BIN)/pytest -m slow $(ARGS) $(TESTS)
 
 # Public NKI kernels in the simulator: DIR is a folder with checkouts of aws-neuron-sdk, nki-samples, nki-library.
 test-external: $(READY)
 	@test -d "$(DIR)" || { echo 'make test-external DIR=<folder>: it has no such folder: "$(DIR)"'; exit 2; }
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check 'torch>=2.7,<2.14'
 	NKI_EXTERNAL='$(DIR)' JAX_PLATFORMS=cpu $(BIN)/pytest -rfEs $(ARGS) tests/test_nki_external.py
 
 lint: $(READY)
