@@ -19,7 +19,8 @@ import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
 import ringtide
-from ringtide.models.rope import Scaling, check_number, rope, rotate
+from ringtide.models import check_number
+from ringtide.models.rope import Scaling, rope, rotate
 from ringtide.models.tokenwise import tokenwise
 
 

@@ -12,12 +12,12 @@ or reorder it into an error. The rest is a turn in units of 2^-32, cut to an eig
 """
 
 import math
-import sys
 from dataclasses import dataclass
-from numbers import Real
 
 import jax.numpy as jnp
 import numpy as np
+
+from ringtide.models import check_number
 
 
 @dataclass(frozen=True)
@@ -38,15 +38,6 @@ class Scaling:
                 f"Scaling: high_freq_factor must be above low_freq_factor, "
                 f"got {self.high_freq_factor} and {self.low_freq_factor}"
             )
-
-
-def check_number(owner: str, name: str, value, least=None) -> None:
-    """Raises ValueError unless `value` is a finite number above 0 (or of at least `least`)."""
-    number = isinstance(value, Real) and not isinstance(value, bool)
-    # Against the largest float, not math.isfinite: that overflows on a long int.
-    if not (number and 0 < value <= sys.float_info.max and value >= (least or 0)):
-        want = f"of at least {least}" if least else "above 0"
-        raise ValueError(f"{owner}: {name} must be a finite number {want}, got {value!r}")
 
 
 def inverse_frequencies(head_dim: int, theta: float, scaling: Scaling | None = None) -> np.ndarray:

@@ -1,17 +1,11 @@
-"""Hugging Face's Llama files in and out: config.json, and model.safetensors or its shards with an index.
+"""Hugging Face's Llama files in and out: config.json, and model.safetensors or its shards with an index."""
 
-Only safetensors are read, and an index may only name files beside it: what a file from a stranger says cannot run code
-or reach outside its folder. Symbolic links in the folder are followed: Hugging Face's cache is made of them.
-"""
-
-import json
 import math
-import re
 from pathlib import Path
 
 import numpy as np
 
-from ringtide.models import BadInput, line
+from ringtide.models import BadInput, tensor_files
 from ringtide.models.llama import Config, shapes
 from ringtide.models.rope import Scaling
 
@@ -29,7 +23,6 @@ _LAYER = {
 }
 _TOP = {"embed": ("model.embed_tokens", 0), "norm": ("model.norm", 0), "unembed": ("lm_head", 1)}
 _SCALING = tuple(Scaling.__dataclass_fields__)
-_DTYPES = "F64", "F32", "F16", "BF16"
 
 
 def load(folder) -> tuple[dict, Config]:
@@ -38,8 +31,8 @@ def load(folder) -> tuple[dict, Config]:
     Raises BadInput naming the file, and the tensor where one is missing or has another shape than config.json says.
     """
     folder = Path(folder)
-    config = config_of(_json(folder, "config.json"), folder / "config.json")
-    files = _files(folder)
+    config = config_of(tensor_files.json_of(folder, "config.json"), folder / "config.json")
+    files = tensor_files.files_of(folder)
     tree = shapes(config)
     used = set()
     if config.layers > len(files):  # before room is made for them
@@ -49,7 +42,8 @@ def load(folder) -> tuple[dict, Config]:
         if name not in files:
             raise BadInput(f"{folder}: the weights hold no {name}")
         used.add(name)
-        return _ours(_tensor(folder / files[name], name), shape, inputs, f"{folder / files[name]}: {name}")
+        w = tensor_files.read(folder / files[name], name, "flax")  # jax arrays: NumPy has no bfloat16
+        return _ours(w, shape, inputs, f"{folder / files[name]}: {name}")
 
     params = {key: read(f"{_TOP[key][0]}.weight", tree[key], _TOP[key][1]) for key in tree if key != "layers"}
     params["layers"] = {}
@@ -68,23 +62,13 @@ def load(folder) -> tuple[dict, Config]:
 
 def save(folder, params: dict, config: Config) -> None:
     """Writes config.json and model.safetensors, float32, which transformers' LlamaForCausalLM loads."""
-    from safetensors import SafetensorError
     from safetensors.numpy import save_file
 
-    folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
     tensors = {f"{_TOP[key][0]}.weight": _theirs(params[key], _TOP[key][1]) for key in params if key != "layers"}
     for key, (name, inputs) in _LAYER.items():
         for i, w in enumerate(params["layers"][key]):
             tensors[f"model.layers.{i}.{name}.weight"] = _theirs(w, inputs)
-    part = folder / ".model.safetensors.part"
-    try:
-        save_file(tensors, part, metadata={"format": "pt"})
-    except SafetensorError as error:  # how the library tells of a full disk
-        part.unlink(missing_ok=True)
-        raise OSError(f"{folder / 'model.safetensors'}: {error}") from None
-    part.replace(folder / "model.safetensors")
-    (folder / "config.json").write_text(json.dumps(_their_config(config), indent=2) + "\n")
+    tensor_files.write(folder, tensors, _their_config(config), save_file)
 
 
 def config_of(theirs: dict, where="config.json") -> Config:
@@ -174,55 +158,3 @@ def _theirs(w, inputs):
     if inputs == 0:
         return w
     return np.ascontiguousarray(w.reshape(int(np.prod(w.shape[:inputs])), -1).T)
-
-
-def _files(folder) -> dict[str, str]:
-    """{tensor name: file name}, from the index where there is one."""
-    index = folder / "model.safetensors.index.json"
-    if not index.is_file():
-        if not (folder / "model.safetensors").is_file():
-            raise BadInput(f"{folder}: neither model.safetensors nor model.safetensors.index.json is there")
-        with _open(folder / "model.safetensors") as file:
-            return dict.fromkeys(file.keys(), "model.safetensors")
-    files = _json(folder, index.name).get("weight_map")
-    if not isinstance(files, dict):
-        raise BadInput(f"{index}: no weight_map in it")
-    for name in files.values():
-        if not isinstance(name, str) or not re.fullmatch(r"[\w-][\w.-]*\.safetensors", name, re.ASCII):
-            raise BadInput(
-                f"{index}: {name!r} is not the plain name of a .safetensors file in the same folder: refused"
-            )
-    return files
-
-
-def _tensor(path, name):
-    with _open(path) as file:
-        if name not in file.keys():  # noqa: SIM118  not a dict
-            raise BadInput(f"{path}: holds no {name}, though its index says so")
-        if (dtype := file.get_slice(name).get_dtype()) not in _DTYPES:
-            raise BadInput(
-                f"{path}: {name} holds {dtype}, only {', '.join(_DTYPES)} are read: convert the model to one"
-            )
-        return file.get_tensor(name)
-
-
-def _open(path):
-    from safetensors import SafetensorError, safe_open
-
-    try:
-        return safe_open(path, framework="flax")  # jax arrays: NumPy has no bfloat16
-    except (SafetensorError, OSError) as error:
-        raise BadInput(f"{path}: not a readable safetensors file ({line(error)})") from None
-
-
-def _json(folder, name) -> dict:
-    path = folder / name
-    try:
-        content = json.loads(path.read_text())
-    except OSError as error:
-        raise BadInput(f"{path}: {line(error)}") from None
-    except (ValueError, RecursionError) as error:  # not UTF-8; nested too deep
-        raise BadInput(f"{path}: not JSON ({line(error)})") from None
-    if not isinstance(content, dict):
-        raise BadInput(f"{path}: expected a JSON object")
-    return content
