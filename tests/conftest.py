@@ -1,6 +1,9 @@
 """Test settings: eight CPU devices, and hypothesis profiles dev (default), ci (derandomised) and fuzz."""
 
+import json
 import os
+import subprocess
+import sys
 from importlib.util import find_spec
 
 import pytest
@@ -25,3 +28,34 @@ def tpu_compiler(monkeypatch):
 
     for name, value in environment("").items():
         monkeypatch.setenv(name, value)
+
+
+@pytest.fixture
+def ranks(request, tmp_path):
+    """Calls a function of the test's file in processes of torch.distributed (gloo, one thread each).
+
+    ranks(name, count, *arguments): each process calls name(rank, count, *arguments), JSON's types. Fails with what the
+    processes said where one of them fails.
+    """
+    started = []
+
+    def call(name, count, *arguments, timeout=100):
+        code = (
+            "import datetime, json, runpy, sys, torch, torch.distributed as dist; "
+            "torch.set_num_threads(1); rank, file, name, count, where, timeout, rest = map(json.loads, sys.argv[1:]); "
+            "dist.init_process_group('gloo', init_method=where, rank=rank, world_size=count, "
+            "timeout=datetime.timedelta(seconds=timeout)); "
+            "runpy.run_path(file)[name](rank, count, *rest); dist.barrier(); dist.destroy_process_group()"
+        )
+        given = [str(request.path), name, count, f"file://{tmp_path}/{len(started)}", timeout, arguments]
+        command, given = [sys.executable, "-c", code], list(map(json.dumps, given))
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+        processes = [subprocess.Popen([*command, str(i), *given], **pipes) for i in range(count)]
+        started.extend(processes)
+        said = [process.communicate(timeout=timeout)[0] for process in processes]
+        assert [process.returncode for process in processes] == [0] * count, "\n".join(said)
+
+    yield call
+    for process in started:
+        process.kill()
+        process.communicate()
