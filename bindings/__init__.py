@@ -18,7 +18,7 @@ _HOME = {
     "Local": "ringtide.kernels.masks",
     "Chunked": "ringtide.kernels.masks",
 }
-_MODULES = ("testing", "models", "nki")
+_MODULES = ("testing", "models", "nki", "torch")
 
 __all__ = [*_HOME, *_MODULES]
 

@@ -1,0 +1,1 @@
+"""Kernels in portable PyTorch: any device that torch runs on."""
