@@ -6,7 +6,7 @@ from click.testing import CliRunner
 from tokenizers import Tokenizer, models
 
 from ringtide.cli import main
-from ringtide.models import BadInput, generate, llama, weights
+from ringtide.models import BadInput, generate, llama, vocabulary, weights
 
 CONFIG = llama.PRESETS["llama-micro"]
 
@@ -52,7 +52,7 @@ def test_folders_that_cannot_be_are_named(tmp_path, name):
 def test_a_prompt_that_is_no_text_is_named_with_a_tokenizer_too(tmp_path):
     Tokenizer(models.WordLevel({"a": 0}, unk_token="a")).save(str(tmp_path / "t.json"))
     with pytest.raises(BadInput, match="not UTF-8 text"):
-        generate.Tokens(tmp_path / "t.json").encode("\udcff")
+        vocabulary.Tokens(tmp_path / "t.json").encode("\udcff")
 
 
 def test_logits_that_are_not_finite_are_named():
@@ -64,7 +64,7 @@ def test_logits_that_are_not_finite_are_named():
 
 @pytest.mark.filterwarnings("error")
 def test_a_tiny_temperature_draws_the_likeliest():
-    assert generate._draw(np.array([0.0, 2.0, 1.0]), 1e-320, 0, np.random.default_rng(0)) == 1
+    assert vocabulary.draw(np.array([0.0, 2.0, 1.0]), 1e-320, 0, np.random.default_rng(0)) == 1
 
 
 def test_prompts_share_the_compiled_step():
