@@ -20,6 +20,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from ringtide.models import check_number
+from ringtide.torch import gla, gla_decode_step_
 
 GATE_RANK = 16  # of the two matrices that make the gates; fla's configuration has no name for it
 
@@ -229,6 +230,15 @@ class LaplaceForCausalLM(nn.Module):
             last = h.gather(1, at[:, None, None].expand(-1, 1, h.shape[-1]))[:, 0]
         return self.lm_head(last).float(), mix.after()
 
+    @torch.no_grad()
+    def decode_(self, tokens, cache, alive=None):
+        """One token of every row of a cache: int [rows] -> float32 logits [rows, vocabulary]. The cache is changed in
+        place, but rows that are not alive (bool [rows]; None: all are) stay as they are, whatever their token.
+
+        Every call has the same shapes and touches the same bytes, however much the rows have read.
+        """
+        return self.lm_head(self.model(tokens, _in_place(self.config, cache, alive))).float()
+
 
 def _same(ids, taps):
     """bool [B, T, W - 1] for `convolve`, of ids [B, W - 1 + T]: which of the tokens before are of the same text."""
@@ -240,11 +250,9 @@ def _same(ids, taps):
 
 def _whole(config, segment_ids, group):
     """The `mix` of whole sequences, or of this rank's part of them."""
-    from ringtide.torch import gla
-
     W = config.conv
     same = None
-    if group is not None:
+    if group is not None:  # not every PyTorch has torch.distributed
         from ringtide.torch.context_parallel import context_parallel_gla, halo
     if W and segment_ids is not None:
         # Before the first token: zeros, which may count as of its text.
@@ -277,8 +285,6 @@ class _Cached:
             self.kept = run == run[:, -1:]
 
     def __call__(self, layer, qkv, g):
-        from ringtide.torch import gla, gla_decode_step
-
         W, ids = self.W, self.ids
         conv, state = self.cache["conv"][layer.index], self.cache["state"][layer.index]
         if W:
@@ -290,19 +296,34 @@ class _Cached:
                 x = x.gather(1, self.keep[..., None].expand(-1, -1, x.shape[-1]))
                 x = torch.where(self.kept[..., None], x, 0)
             conv = x.mT.to(conv.dtype)
-        q, k, v, g = layer.heads(qkv, g)
-        if q.shape[1] == 1:
-            rows = None if ids is None else torch.where(ids[:, 0] < 0, -1, torch.arange(len(q), device=ids.device))
-            o, state = gla_decode_step(*(x[:, 0] for x in (q, k, v, g)), state, slot_ids=rows)
-            o = o[:, None]
-        else:
-            o, state = gla(q, k, v, g, initial_state=state, output_final_state=True, segment_ids=ids)
+        heads = layer.heads(qkv, g)
+        o, state = gla(*heads, initial_state=state, output_final_state=True, segment_ids=ids)
         self.conv.append(conv)
         self.state.append(state)
         return o
 
     def after(self):
         return {"state": torch.stack(self.state), "conv": torch.stack(self.conv)}
+
+
+def _in_place(config, cache, alive):
+    """The `mix` of one token of each row, which changes the cache."""
+    if alive is not None:
+        alive = alive[:, None, None]
+
+    def mix(layer, qkv, g):
+        if config.conv:
+            conv = cache["conv"][layer.index]  # [rows, E, W]
+            x = torch.cat((conv.mT[:, 1:].to(qkv.dtype), qkv[:, None]), 1)  # [rows, W, E]
+            qkv = layer.convolve(x)[:, 0]
+            x = x.mT.to(conv.dtype)
+            conv.copy_(x if alive is None else torch.where(alive, x, conv))
+        q, k, v, g = layer.heads(qkv, g)
+        if alive is not None:  # what adds nothing and decays nothing leaves the state as it is
+            k, g = torch.where(alive, k, 0), torch.where(alive, g, 0)
+        return gla_decode_step_(q, k, v, g, cache["state"][layer.index])
+
+    return mix
 
 
 def new_cache(config: Config, rows: int, dtype=torch.bfloat16, device=None) -> dict:
