@@ -230,6 +230,11 @@ class LaplaceForCausalLM(nn.Module):
             last = h.gather(1, at[:, None, None].expand(-1, 1, h.shape[-1]))[:, 0]
         return self.lm_head(last).float(), mix.after()
 
+    def new_cache(self, rows: int) -> dict:
+        """The function of that name, in the dtype and on the device of the weights."""
+        weight = self.model.embeddings.weight
+        return new_cache(self.config, rows, weight.dtype, weight.device)
+
     @torch.no_grad()
     def decode_(self, tokens, cache, alive=None):
         """One token of every row of a cache: int [rows] -> float32 logits [rows, vocabulary]. The cache is changed in
