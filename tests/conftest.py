@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from importlib.util import find_spec
 
 import pytest
@@ -37,25 +38,30 @@ def ranks(request, tmp_path):
     ranks(name, count, *arguments): each process calls name(rank, count, *arguments), JSON's types. Fails with what the
     processes said where one of them fails.
     """
+    code = (
+        "import datetime, json, runpy, sys, torch, torch.distributed as dist; "
+        "torch.set_num_threads(1); rank, file, name, count, where, timeout, rest = map(json.loads, sys.argv[1:]); "
+        "dist.init_process_group('gloo', init_method=where, rank=rank, world_size=count, "
+        "timeout=datetime.timedelta(seconds=timeout)); "
+        "runpy.run_path(file)[name](rank, count, *rest); dist.barrier(); dist.destroy_process_group()"
+    )
     started = []
 
     def call(name, count, *arguments, timeout=100):
-        code = (
-            "import datetime, json, runpy, sys, torch, torch.distributed as dist; "
-            "torch.set_num_threads(1); rank, file, name, count, where, timeout, rest = map(json.loads, sys.argv[1:]); "
-            "dist.init_process_group('gloo', init_method=where, rank=rank, world_size=count, "
-            "timeout=datetime.timedelta(seconds=timeout)); "
-            "runpy.run_path(file)[name](rank, count, *rest); dist.barrier(); dist.destroy_process_group()"
-        )
         given = [str(request.path), name, count, f"file://{tmp_path}/{len(started)}", timeout, arguments]
-        command, given = [sys.executable, "-c", code], list(map(json.dumps, given))
-        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-        processes = [subprocess.Popen([*command, str(i), *given], **pipes) for i in range(count)]
-        started.extend(processes)
-        said = [process.communicate(timeout=timeout)[0] for process in processes]
-        assert [process.returncode for process in processes] == [0] * count, "\n".join(said)
+        command, given, said = [sys.executable, "-c", code], list(map(json.dumps, given)), []
+        for i in range(count):
+            said.append(open(tmp_path / f"rank-{len(started)}", "w+"))  # noqa: SIM115  a pipe may fill up
+            started.append(subprocess.Popen([*command, str(i), *given], stdout=said[-1], stderr=subprocess.STDOUT))
+        processes, deadline = started[-count:], time.monotonic() + timeout
+        while (codes := [process.poll() for process in processes]) != [0] * count:
+            if any(codes) or time.monotonic() > deadline:
+                time.sleep(1)  # what the others say of it
+                texts = [(file.seek(0), file.read())[1][-3000:] for file in said]
+                pytest.fail(f"exit codes {codes}\n" + "\n".join(texts))
+            time.sleep(0.05)
 
     yield call
     for process in started:
         process.kill()
-        process.communicate()
+        process.wait()
