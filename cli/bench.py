@@ -8,6 +8,7 @@ from pathlib import Path
 import click
 
 _CHIPS = ("v5p", "v6e", "tpu7x")
+_FOLDER = click.Path(exists=True, file_okay=False, path_type=Path)
 
 
 @click.group()
@@ -190,6 +191,53 @@ def nki(shapes, as_json, trace_file):
         click.echo(json.dumps(row) if as_json else bench.line(row))
         if trace_file is not None and i == 0:
             trace_file.write_text(json.dumps(trace(run)), encoding="utf-8")
+
+
+@command.command()
+@click.option("--run", "runs", multiple=True, type=_FOLDER, help="Folder of a run or of a model; repeat for more.")
+@click.option("--corpus", type=click.Path(dir_okay=False, path_type=Path), help="Write a text to train on, and stop.")
+@click.option("--megabytes", default=8, show_default=True, type=click.IntRange(1, 4096), help="Of --corpus.")
+@click.option("--distances", default="16,32,64,128,256,512,1024,2048,4096", show_default=True, metavar="N,N,...")
+@click.option("--count", default=64, show_default=True, type=click.IntRange(1), help="Questions a distance.")
+@click.option("--seed", default=0, show_default=True, type=click.IntRange(0))
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object a row.")
+@click.option("--plot", type=click.Path(dir_okay=False, path_type=Path), help="Draw them into this file.")
+def recall(runs, corpus, megabytes, distances, count, seed, as_json, plot):
+    """Whether a model still knows what it read N bytes ago: a needle in a text, asked for again. Measured.
+
+    Train on the text of --corpus, each model by `ringtide train`, then name both by --run.
+    """
+    from ringtide.bench import recall as bench
+    from ringtide.models import BadInput
+
+    if bool(runs) == bool(corpus):
+        raise click.UsageError("--run or --corpus: give one of the two")
+    if plot and (not plot.parent.is_dir() or plot.suffix not in (".png", ".svg", ".pdf")):
+        raise click.UsageError(f"--plot {plot}: expected a .png, .svg or .pdf in a folder that exists")
+    try:
+        wanted = [int(part) for part in distances.split(",")]
+        if not all(8 <= d <= 1 << 20 for d in wanted):
+            raise ValueError
+    except ValueError:
+        raise click.UsageError(f"--distances {distances}: expected bytes from 8 to 2^20, as 64,512,4096") from None
+    train, asked = bench.lines()
+    if corpus:
+        corpus.write_bytes(bench.corpus(train, megabytes << 20, seed))
+        return
+    rows = []
+    try:
+        for folder in runs:
+            name, predict = bench.predictor(folder)
+            for row in bench.probe(predict, asked, wanted, count, seed):
+                rows.append({"model": name, "run": folder.name, **row, "questions": count, "measured": True})
+                click.echo(json.dumps(rows[-1]) if as_json else bench.line(rows[-1]))
+    except BadInput as error:
+        raise click.ClickException(str(error)) from None
+    if plot:
+        from ringtide.bench.plot import recalled
+
+        recalled(plot, rows)
+        _say(f"drawn: {plot}")
 
 
 def _say(text):
