@@ -20,10 +20,31 @@ def _jax(name):
     return of
 
 
-def _nki(op):
+def _of_nki(op):
+    """What `check` must know of the kernels for Trainium2: the tile, and the errors that they keep to."""
     errors = {"float32": dict.fromkeys(("o", "hT", "dq", "dk", "dv", "dg", "dh0"), 2e-6)}
     errors["bfloat16"] = {**dict.fromkeys(errors["float32"], 5e-3), "dg": 2e-2}
-    return {**_jax("nki")(op), **({"relative": errors, "block": 128} if op == "gla" else {})}
+    return {"relative": errors, "block": 128} if op == "gla" else {}
+
+
+def _nki(op):
+    return {**_jax("nki")(op), **_of_nki(op)}
+
+
+def _torch(name):
+    def of(op):
+        if op != "gla":
+            raise ValueError(f"--impl torch-{name}: there is only gla: ringtide fuzz gla --impl torch-{name}")
+        import ringtide.torch
+
+        functions = {"fn": ringtide.torch.gla, "decode_step": ringtide.torch.gla_decode_step}
+        tested = {key: partial(function, implementation=name) for key, function in functions.items()}
+        limits = (
+            {key: value for key, value in _nki(op).items() if key in ("relative", "block")} if name == "nki" else {}
+        )
+        return {**tested, **limits, "framework": "torch"}
+
+    return of
 
 
 def _context_parallel(op):
@@ -42,6 +63,8 @@ IMPLEMENTATIONS = {
     "xla": _jax("xla"),
     "pallas": _jax("pallas"),
     "nki": _nki,
+    "torch-eager": _torch("eager"),
+    "torch-nki": _torch("nki"),
     "context-parallel": _context_parallel,
 }
 
@@ -72,7 +95,8 @@ def command(op, impl, cases, minutes, seed, replay, as_json):
     except ValueError as error:
         raise click.ClickException(str(error)) from None
     except ModuleNotFoundError as error:
-        raise click.ClickException(f"{error.name} is not installed: pip install ringtide") from None
+        package = "'ringtide[torch]'" if error.name == "torch" else "ringtide"
+        raise click.ClickException(f"{error.name} is not installed: pip install {package}") from None
     if sys.stderr.isatty():
         click.echo(err=True)
     click.echo(report)

@@ -11,7 +11,7 @@ import hypothesis
 
 from ringtide.testing import attention, gla
 from ringtide.testing.cases import FEATURES, MASKS, RECIPES, deal, parse, simpler, strategy, turns
-from ringtide.testing.run import keywords_missing, runner
+from ringtide.testing.run import keywords_missing, runner, stepper
 
 NEAR = 0.5  # error over bound of the naive computation: from there on hypothesis steers, which costs variety
 CASES_A_SHAPE = 20  # recipes that share a compiled shape: compiling is what takes the time
@@ -86,14 +86,16 @@ def check(
     decode_step=None,
     block: int | None = None,
     relative: dict | None = None,
+    framework: str = "jax",
     stop_early: bool = False,
     shrink: float = 45,
     progress=None,
 ) -> Report:
     """Fuzzes `fn` against the float64 reference: `assert ringtide.testing.check(my_attention, "attention")`.
 
-    fn            has the signature of `ringtide.attention` or `ringtide.gla`; a JAX function, or with gradients=False
-                  any function of NumPy arrays. It is never given a keyword that it does not take, nor None
+    fn            has the signature of `ringtide.attention` or `ringtide.gla`; a function of JAX arrays (or tensors, see
+                  framework), or with gradients=False any function of NumPy arrays. It is never given a keyword that it
+                  does not take, nor None
     op            "attention" or "gla"
     cases, seed   how many recipes; the same seed draws the same ones.  minutes: keep drawing for so long instead
     replay        one recipe, as a failure prints it: only this is run
@@ -104,6 +106,7 @@ def check(
     block         the tile length of fn, around which lengths are drawn (128 for attention, 64 for gla)
     relative      for gla, {{dtype: {{result: error}}}}: the largest relative error in the Frobenius norm of o, hT, dq,
                   dk, dv, dg, dh0 that is allowed beside the usual bounds
+    framework     "jax" or "torch": what fn and decode_step compute with
     stop_early    stop at the first failure
     shrink        seconds to spend on a plainer recipe that fails too
     progress      progress(report) is called after each recipe
@@ -115,7 +118,9 @@ def check(
         raise ValueError(f"cases: expected an int of at least 1, got {cases!r}")
     if minutes is not None and not 0 < minutes < math.inf:
         raise ValueError(f"minutes: expected a positive number, got {minutes!r}")
-    fresh = partial(_trials, fn, op, without, gradients, decode_step, relative)  # nothing compiled yet
+    if framework not in ("jax", "torch"):
+        raise ValueError(f"framework: expected 'jax' or 'torch', got {framework!r}")
+    fresh = partial(_trials, fn, op, without, gradients, decode_step, relative, framework)  # nothing compiled yet
     trial = fresh()
     masks = _known("masks", masks, MASKS)
     dtypes = _known("dtypes", dtypes, RECIPES[op].choices["dtype"])
@@ -160,7 +165,7 @@ def _over(report, deadline, cases, stop_early):
     return enough or bool(stop_early and report.failed)
 
 
-def _trials(fn, op, without, gradients, decode_step, relative):
+def _trials(fn, op, without, gradients, decode_step, relative, framework):
     """A function from a recipe to its Trial, and the properties to check on it."""
     if op not in RECIPES:
         raise ValueError(f"op: expected one of {', '.join(RECIPES)}, got {op!r}")
@@ -170,27 +175,12 @@ def _trials(fn, op, without, gradients, decode_step, relative):
     if op != "gla" and relative:
         raise ValueError("relative: for gla only")
     if op == "attention":
-        return partial(attention.Trial, run=runner(attention.apply(fn), gradients)), attention.PROPERTIES
+        return partial(attention.Trial, run=runner(attention.apply(fn), gradients, framework)), attention.PROPERTIES
     final_state = "final_state" not in {*without, *keywords_missing(fn, op)}
-    run = runner(gla.apply(fn, final_state), gradients)
-    options = {"decode": _decoder(decode_step), "final_state": final_state, "relative": relative}
+    run = runner(gla.apply(fn, final_state), gradients, framework)
+    decode = decode_step and stepper(decode_step, framework)
+    options = {"decode": decode, "final_state": final_state, "relative": relative}
     return partial(gla.Trial, run=run, **options), gla.PROPERTIES
-
-
-def _decoder(decode_step):
-    """scale -> the compiled decode step."""
-    if decode_step is None:
-        return None
-    import jax
-
-    compiled = {}
-
-    def of(scale):
-        if scale not in compiled:
-            compiled[scale] = jax.jit(partial(decode_step, **({} if scale is None else {"scale": scale})))
-        return compiled[scale]
-
-    return of
 
 
 def _draw(count, seed, limits, fresh, report, over, progress):

@@ -1,9 +1,7 @@
 """GLA for PyTorch by the kernels for Trainium2, in the simulator on the host."""
 
-import ml_dtypes
-import torch
-
 from ringtide.kernels.nki import ops
+from ringtide.torch.arrays import to_numpy, to_torch
 
 
 def forward(q, k, v, g, h0, *, scale, cu_seqlens=None):
@@ -21,17 +19,5 @@ def decode_step_(q, k, v, g, state, slot_ids, has_initial_state, *, scale):
 
 
 def _call(function, *args, **options):
-    return tuple(_tensor(x) for x in function(*map(_array, args), **options))
-
-
-def _array(x):
-    if x is None:
-        return None
-    x = x.detach().cpu().contiguous()
-    return x.view(torch.int16).numpy().view(ml_dtypes.bfloat16) if x.dtype == torch.bfloat16 else x.numpy()
-
-
-def _tensor(x):
-    if x.dtype == ml_dtypes.bfloat16:
-        return torch.from_numpy(x.view("int16")).view(torch.bfloat16)
-    return torch.from_numpy(x)
+    results = function(*(None if x is None else to_numpy(x) for x in args), **options)
+    return tuple(map(to_torch, results))

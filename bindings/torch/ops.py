@@ -147,13 +147,16 @@ def _(q, k, v, g, state, slot_ids, has_initial_state, scale, implementation):
 
 
 def _decode(q, k, v, g, state, slot_ids, has_initial_state, scale, implementation):
-    checks.gates(g if slot_ids is None else torch.where((slot_ids >= 0)[:, None, None], g, 0))
     if slot_ids is None:
+        checks.gates(g)
         return _step(q, k, v, g, state, None, has_initial_state, scale, implementation)
     count = state.shape[0]
     checks.slots(slot_ids, count)
     beyond = slot_ids >= count
     slot_ids = torch.where(beyond, -1, slot_ids)
+    used = (slot_ids >= 0)[:, None, None]
+    q, k, v, g = (torch.where(used, x, 0) for x in (q, k, v, g))  # a row without a slot may hold anything
+    checks.gates(g)
     out = _step(q, k, v, g, state, slot_ids, has_initial_state, scale, implementation)
     return torch.where(beyond[:, None, None], torch.nan, out)
 

@@ -266,9 +266,9 @@ class _Plan:
 def decode_step(q, k, v, g, state, slot_ids, has_initial_state, *, scale):
     """One token for each of B sequences whose states live in a pool; `state` is left as it is.
 
-    q, k, g: [B, N, K], v: [B, N, V], state: [slots, N, K, V].  slot_ids: [B] integers below slots, distinct; a row of a
-    negative one touches nothing and returns 0; None: row b is slot b.  has_initial_state: [B] bool, False reads the
-    slot as zeros; None: all True.  Returns (out [B, N, V] in v.dtype, state).
+    q, k, g: [B, N, K], v: [B, N, V], state: [slots, N, K, V].  slot_ids: [B] integers below slots, distinct; a row of
+    a negative one is all zeros, touches nothing and returns 0; None: row b is slot b.  has_initial_state: [B] bool,
+    False reads the slot as zeros; None: all True.  Returns (out [B, N, V] in v.dtype, state).
     """
     state = state.clone()
     return decode_step_(q, k, v, g, state, slot_ids, has_initial_state, scale=scale), state
@@ -277,8 +277,6 @@ def decode_step(q, k, v, g, state, slot_ids, has_initial_state, *, scale):
 def decode_step_(q, k, v, g, state, slot_ids, has_initial_state, *, scale):
     """`decode_step` that changes `state` in place. Returns out."""
     rows = None if slot_ids is None else slot_ids >= 0
-    if rows is not None:  # a row without a slot may hold anything
-        q, k, v, g = (torch.where(rows[:, None, None], x, 0) for x in (q, k, v, g))
     out, S = _token(q, k, v, g, _read(state, slot_ids, has_initial_state), scale)
     if rows is None:
         state.copy_(S)
