@@ -92,3 +92,49 @@ def plans(path, rows, title):
     figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), frameon=False, fontsize=8)
     figure.suptitle(title, fontsize=11)
     figure.savefig(path, dpi=150)
+
+
+def trainium(path, found):
+    """Draws what bench.plan_laplace predicts: a training step and a decode step by terms, each with its range."""
+    from matplotlib import colormaps
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(10.5, 6.4), layout="constrained")
+    colors = colormaps["tab20"].colors
+    for axes, what, scale, unit in zip(figure.subplots(2), ("train", "decode"), (1, 1e3), ("s", "ms"), strict=True):
+        sets = {"fast": found["range"]["fast"], "assumed": found["terms"], "slow": found["range"]["slow"]}
+        for i, terms in enumerate(sets.values()):
+            left = 0.0
+            for color, (name, seconds) in zip(colors, terms[what].items(), strict=False):
+                axes.barh(i, seconds * scale, 0.62, left, color=color, label=name if i == 0 else None)
+                left += seconds * scale
+        axes.set_yticks(range(3), list(sets))
+        axes.invert_yaxis()
+        axes.set_xlabel(f"{unit} a step (predicted)")
+        speed, done = found[f"{what}_tokens_per_s"], {"train": "trained", "decode": "generated"}[what]
+        axes.set_title(f"{speed:,.0f} tokens/s {done}", fontsize=10, loc="left")
+        axes.legend(fontsize=7, frameon=False, loc="center left", bbox_to_anchor=(1, 0.5))
+        axes.spines[["top", "right"]].set_visible(False)
+    figure.suptitle(f"{found['model']} on {found['instances']} x trn2.48xlarge", fontsize=11)
+    figure.savefig(path, dpi=150)
+
+
+def recalled(path, rows):
+    """Draws the share of whole answers against distance, a line a run. rows: as `ringtide bench recall` makes them."""
+    from matplotlib.figure import Figure
+
+    from ringtide.bench.recall import FARTHEST
+
+    figure = Figure(figsize=(7, 4.2), layout="constrained")
+    axes = figure.subplots()
+    for run in dict.fromkeys((row["model"], row["run"]) for row in rows):
+        points = [(row["distance"], row["recalled"]) for row in rows if (row["model"], row["run"]) == run]
+        axes.plot(*zip(*points, strict=True), marker="o", label=f"{run[0]} ({run[1]})")
+    axes.axvline(FARTHEST, color="#9a9a9a", linestyle=":", label="the farthest that was trained on")
+    axes.set_xscale("log", base=2)
+    axes.set(xlabel="bytes between definition and question", ylabel="share answered", ylim=(-0.02, 1.02))
+    axes.set_title("Four digits, asked for again (measured)", fontsize=11)
+    axes.grid(axis="y", color="#dddddd", linewidth=0.6)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False, fontsize=9)
+    figure.savefig(path, dpi=150)

@@ -15,7 +15,10 @@ from ringtide.models import llama, run_folder, sharding, weights
 REHEARSED = "v5p-64k", "tpu7x-14m"  # in every test run: two axes, and one; remat to the host, and not
 
 
-@pytest.mark.parametrize("name", recipes.NAMES)
+TPU = [name for name in recipes.NAMES if recipes.load(name).topology]  # tests/test_plan_laplace.py has the others
+
+
+@pytest.mark.parametrize("name", TPU)
 def test_a_recipe_is_whole(name):
     recipe = recipes.load(name)
     parallel = sharding.Parallel(
@@ -32,7 +35,7 @@ def test_a_recipe_is_whole(name):
 @pytest.mark.usefixtures("tpu_compiler")
 def test_every_mesh_lies_on_its_pod():
     """Eight devices on a torus of 4 x 4 x 4 chips are one and a half of its sides."""
-    wanted = [(recipe.chip, recipe.topology, recipe.mesh) for recipe in map(recipes.load, recipes.NAMES)]
+    wanted = [(recipe.chip, recipe.topology, recipe.mesh) for recipe in map(recipes.load, TPU)]
     for chip in ("v5p", "tpu7x"):
         wanted += [(chip, "4x4x4", mesh) for mesh in plan.meshes(plan.Pod(chip, "4x4x4"), llama.Config()).values()]
         wanted += [(chip, "4x4x4", {"ulysses": 8, "context": plan.Pod(chip, "4x4x4").devices // 8})]
@@ -46,13 +49,11 @@ def test_every_mesh_lies_on_its_pod():
 
 def test_every_length_is_there_for_both_chips():
     lengths = "64k", "256k", "1m", "4m", "14m"
-    assert set(recipes.NAMES) == {
-        f"{chip}-{n}{tune}" for chip in ("v5p", "tpu7x") for n in lengths for tune in ("", "-finetune")
-    }
+    assert set(TPU) == {f"{chip}-{n}{tune}" for chip in ("v5p", "tpu7x") for n in lengths for tune in ("", "-finetune")}
 
 
 @pytest.mark.parametrize(
-    "name", [name if name in REHEARSED else pytest.param(name, marks=pytest.mark.slow) for name in recipes.NAMES]
+    "name", [name if name in REHEARSED else pytest.param(name, marks=pytest.mark.slow) for name in TPU]
 )
 def test_rehearsal(name, tmp_path):
     (tmp_path / "text.txt").write_text("the tide turns, and the ring turns with it. " * 2000)

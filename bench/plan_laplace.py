@@ -1,0 +1,401 @@
+"""What training and generating with a Laplace would take on Trainium2: every term by itself, predicted.
+
+A rank is a logical core of two NeuronCores. It holds rows of the batch; FSDP2 shards the weights over the mesh's axis
+fsdp (a chip has 4 ranks), gradients go to owners and weights come back as models/muon.py says. Terms of a step:
+
+    matmuls         parameters x rows over the tensor engine's rate, or their bytes over HBM's if that takes longer
+    GLA kernels     the simulator's time a unit (bench/trainium.py) x units: T_sched; the range is T_max to T_sum
+    elementwise     bytes that norms, convolutions, gates and residuals move, each fused group once
+    head and loss   each logit computed once, with its gradients
+    optimizer       of the rank with most to do: Newton-Schulz of the matrices that it owns, bytes of all it owns
+    gradients       float32, to their owners: nothing hides them; weights bf16 back, the same
+    FSDP            gathers and scatters: what outlasts the layers
+
+In decoding each rank has a copy of the weights and its share of the sequences, as a pool a rank serves them. MFU counts
+6 FLOP a token and parameter but the embedding's, and the recurrence, 12 K V a head and layer: recomputation is no work.
+"""
+
+import dataclasses
+import functools
+import math
+
+from ringtide.bench.trainium import ASSUMED, PUBLISHED, SCENARIOS, Rates, decode_kernel, kernels, ranks
+from ringtide.models import BadInput
+
+REMATS = "none", "full"
+C = 128  # tokens of a chunk of the kernels
+GIB = 1 << 30
+STATE = 42  # bytes of traffic a parameter that its owner updates: gradient, clipped, moments, master, weight
+GROUPS = 13  # dependent operations of a layer in a decode step, each out to HBM and back
+
+
+@dataclasses.dataclass(frozen=True)
+class Setup:
+    """preset of models.laplace; seq tokens x batch sequences a training step on `mesh`; `sequences` decoded at once."""
+
+    preset: str
+    instances: int = 1
+    seq: int = 4096
+    batch: int = 128
+    mesh: tuple = ()  # (("data", 16), ("fsdp", 4)); empty: fsdp over a chip, data over chips
+    sequences: int = 1280
+
+    @functools.cached_property
+    def config(self):
+        from ringtide.models import laplace
+
+        return laplace.PRESETS[self.preset]
+
+    @functools.cached_property
+    def shapes(self) -> dict[str, tuple]:
+        """{name: shape} of all parameters."""
+        import torch
+
+        from ringtide.models import laplace
+
+        with torch.device("meta"):
+            return {name: tuple(p.shape) for name, p in laplace.LaplaceForCausalLM(self.config).named_parameters()}
+
+    @property
+    def axes(self) -> dict[str, int]:
+        return dict(self.mesh) if self.mesh else {"data": ranks(self.instances) // 4, "fsdp": 4}
+
+    @property
+    def parameters(self) -> int:
+        return sum(map(math.prod, self.shapes.values()))
+
+    @property
+    def of_layers(self) -> int:
+        """Parameters of the layers' matrices."""
+        return sum(math.prod(s) for name, s in self.shapes.items() if ".layers." in name and len(s) == 2)
+
+    @property
+    def of_head(self) -> int:
+        return self.config.dim * self.config.vocab_size
+
+    @property
+    def tokens(self) -> int:
+        """Of a training step, on a rank."""
+        return self.seq * self.batch // ranks(self.instances)
+
+    @property
+    def rows(self) -> int:
+        """Sequences that a rank decodes, the fullest one."""
+        return -(-self.sequences // ranks(self.instances))
+
+    @property
+    def state_bytes(self) -> int:
+        from ringtide.models import laplace
+
+        return laplace.state_bytes(self.config)
+
+
+def check(setup: Setup) -> None:
+    """Raises BadInput, one line, for what the mesh or the kernels cannot hold."""
+    there, axes, c = ranks(setup.instances), setup.axes, setup.config
+    if extra := sorted(axes.keys() - {"data", "fsdp"}):
+        raise BadInput(f"--mesh: axis {extra[0]} is not priced on trn2; expected data=N,fsdp=N")
+    if (size := math.prod(axes.values())) != there:
+        raise BadInput(f"--mesh: holds {size} ranks, {setup.instances} x trn2.48xlarge have {there} logical cores")
+    if setup.batch % there:
+        raise BadInput(
+            f"--batch {setup.batch}: must be a multiple of the {there} ranks; more sequences, or fewer --instances"
+        )
+    if c.key_dim > 128 or c.value_dim > 256 or c.heads % Rates().cores:
+        raise BadInput(f"PRESET {setup.preset}: heads of {c.key_dim}/{c.value_dim} x {c.heads} are not priced")
+
+
+def flops(setup) -> float:
+    """Of a token, forward and backward."""
+    c = setup.config
+    embedding = 0 if c.tied else setup.of_head
+    return 6 * (setup.parameters - embedding) + 12 * c.layers * c.heads * c.key_dim * c.value_dim
+
+
+def elementwise(config) -> dict[str, float]:
+    """Bytes a token and layer, forward and backward: what each fused group reads and writes, bf16, gates float32."""
+    c, E, k, o = config, sum(config.widths), config.widths[1], config.heads * config.value_dim
+    # norm 2 D; convolution 2 E; gates 3 k; norm and gate of o 3 o; residual and norm 4 D; silu(.) . 3 F; residual 3 D
+    forward = 9 * c.dim + 2 * E + 3 * k + 3 * o + 3 * c.ff_dim
+    # norms with their residuals 8 D; the sums over products that share an input 15 D; the others' inputs and gradients
+    backward = 23 * c.dim + 3 * E + 4 * k + 5 * o + 5 * c.ff_dim
+    return {"forward": 2 * forward, "backward": 2 * backward}
+
+
+def kept(config) -> int:
+    """Bytes a token and layer that the backward pass needs of the forward one."""
+    c, E, k, o = config, sum(config.widths), config.widths[1], config.heads * config.value_dim
+    return 2 * (4 * c.dim + 3 * E + 3 * k + 16 + 3 * o + 3 * c.ff_dim)
+
+
+def train(setup: Setup, rates: Rates, remat: str) -> tuple[dict, dict]:
+    """({term: seconds} of a step, {term: seconds that hide behind the layers})."""
+    c, t, fsdp = setup.config, setup.tokens, setup.axes["fsdp"]
+    gla = kernels(c.heads // rates.cores, c.key_dim, c.value_dim)
+    units = c.layers * t * c.heads / C / rates.cores * (-(-setup.seq // C) * C / setup.seq)
+    moved = {pass_: c.layers * t * n / rates.traffic for pass_, n in elementwise(c).items()}
+    product = rates.matmul(setup.of_layers, t)
+    forward = {"matmuls": product, "GLA kernel": units * rates.kernel(gla["forward"]), "elementwise": moved["forward"]}
+    backward = {
+        "matmuls": 2 * product,
+        "GLA kernel": units * rates.kernel(gla["backward"]),
+        "elementwise": moved["backward"],
+    }
+    terms = {f"{name}, forward": s for name, s in forward.items()}
+    terms |= {f"{name}, backward": s for name, s in backward.items()}
+    if remat == "full":
+        terms["layers forward again"] = sum(forward.values())
+    layers = sum(terms.values())
+    # Logits float32: written, summed up, turned into their gradients, which two products read; embeddings and back.
+    logits = t * (c.vocab_size * (4 + 4 + 4 + 2 + 2 * 2) + c.dim * 2 * 4)
+    terms["embedding, head and loss"] = 3 * rates.matmul(setup.of_head, t) + logits / rates.traffic
+    terms |= optimizer(setup, rates)
+    terms |= exchanges(setup, rates)
+    passes = 3 if fsdp > 1 else 0  # weights forward and backward, gradients
+    own = passes * 2 * 2 * setup.parameters / rates.traffic  # each rank reads and writes a copy
+    across = passes * 2 * setup.parameters * max(0.0, 1 - _chip() / fsdp) / rates.link
+    sharded = max(own, across)
+    terms["FSDP"] = max(0.0, sharded - layers)
+    terms["launches"] = (2 * c.layers + 3) * rates.of("launch")  # FSDP2 wraps each block: a program a block and pass
+    return terms, {"FSDP": sharded - terms["FSDP"]}
+
+
+def _chip():
+    """Ranks of a chip."""
+    return round(1 / Rates().share)
+
+
+@functools.cache
+def owned(setup: Setup) -> list[list[str]]:
+    """Names of the parameters that each rank updates, as models/muon.py shares them out."""
+    from ringtide.models import muon
+
+    costs = {name: muon._cost(shape, muon.is_matrix(name, shape)) for name, shape in setup.shapes.items()}
+    names = [[] for _ in range(ranks(setup.instances))]
+    for name, owner in muon.balance(costs, len(names)).items():
+        names[owner].append(name)
+    return names
+
+
+def newton_schulz(shape) -> float:
+    """FLOP of torch.optim.Muon's five rounds."""
+    a, b = sorted(shape)
+    return 5 * (4 * a * a * b + 2 * a**3)
+
+
+def optimizer(setup, rates) -> dict[str, float]:
+    """Of the rank with most to do."""
+    from ringtide.models import muon
+
+    def of(names):
+        shapes = {name: setup.shapes[name] for name in names}
+        rounds = sum(newton_schulz(s) for name, s in shapes.items() if muon.is_matrix(name, s))
+        return rates.flops(rounds), STATE * sum(map(math.prod, shapes.values())) / rates.traffic
+
+    rounds, moved = max(map(of, owned(setup)), key=sum)
+    return {"Muon: Newton-Schulz": rounds, "optimizer: state": moved}
+
+
+def exchanges(setup, rates) -> dict[str, float]:
+    """Gradients to their owners in float32, weights back in bf16: of a chip, or of the instances' EFA if slower."""
+    apart, copies = setup.axes["data"], min(1.0, _chip() / setup.axes["fsdp"])
+
+    def seconds(size):
+        chips = size * setup.parameters * copies * (apart - 1) / apart / rates.link
+        if setup.instances == 1:
+            return chips
+        return max(chips, size * setup.parameters / (PUBLISHED["efa"].value * rates.of("link") * 2))
+
+    return {"gradients to owners": seconds(4), "weights from owners": seconds(2)}
+
+
+def decode(setup: Setup, rates: Rates, cores=1) -> dict[str, float]:
+    """{term: seconds} of a step. cores: ranks that share a copy of the weights and their sequences (not built: 1)."""
+    c = setup.config
+    rows = setup.rows * cores
+    heads = max(1, c.heads // cores // rates.cores)
+    call = decode_kernel(rows, heads, c.key_dim, c.value_dim)
+    moved = rows * (c.layers * elementwise(c)["forward"] + 2 * conv_bytes(setup)) / cores
+    terms = {
+        "projections and MLP": rates.matmul(setup.of_layers / cores, rows),
+        "GLA kernel: states read and written": c.layers * rows * heads * rates.kernel(call),
+        "elementwise and convolution cache": moved / rates.traffic,
+        "latency of dependent operations": c.layers * GROUPS * (2 * PUBLISHED["dma latency"].value + 0.3e-6),
+        "head": rates.matmul(setup.of_head / cores, rows),
+        "sampling": rows * c.vocab_size * 4 * 3 / cores / rates.traffic,  # logits written, read for a maximum and a sum
+    }
+    if cores > 1:
+        size = 3 * 2 * rows * c.dim * 2 * (cores - 1) / cores  # read, added, written
+        terms["sums over a chip"] = (2 * c.layers + 1) * (rates.of("collective") + size / rates.traffic)
+    return terms | {"launches": rates.of("programs") * rates.of("launch")}
+
+
+def conv_bytes(setup) -> int:
+    """Of the convolutions' cache of a sequence."""
+    c = setup.config
+    return setup.state_bytes - 4 * c.layers * c.heads * c.key_dim * c.value_dim
+
+
+def roofline(setup) -> float:
+    """Seconds of a decode step whose chips read one copy of the weights, and each state once and write it once."""
+    chips = setup.instances * PUBLISHED["chips"].value
+    weights = 2 * (setup.of_layers + setup.of_head)
+    return (weights + 2 * setup.state_bytes * setup.sequences / chips) / PUBLISHED["hbm"].value
+
+
+def floors(setup) -> dict[str, float]:
+    """Seconds of a rank's HBM, at the published rate, for what a decode step cannot do without."""
+    hbm = PUBLISHED["hbm"].value * Rates().share
+    weights = 2 * (setup.of_layers + setup.of_head)
+    return {"weights read": weights / hbm, "states read and written": 2 * setup.rows * setup.state_bytes / hbm}
+
+
+def memory(setup: Setup, remat: str) -> dict[str, dict]:
+    """{"train" | "decode": {what: bytes}} of the fullest rank."""
+    from ringtide.models import muon
+
+    c, fsdp, P = setup.config, setup.axes["fsdp"], setup.parameters
+    block = setup.of_layers / c.layers
+    of = lambda name: (12 if muon.is_matrix(name, setup.shapes[name]) else 16) * math.prod(setup.shapes[name])
+    layer = setup.tokens * kept(c)
+    training = {
+        "weights": 2 * P / fsdp,
+        "gradients": 2 * P / fsdp,
+        "gathered weights and gradients": (2 * 2 * 2 * block + 2 * 2 * setup.of_head) if fsdp > 1 else 0,
+        "masters, moments, float32 gradients": max(sum(map(of, names)) for names in owned(setup)),
+        "activations": c.layers * layer if remat == "none" else c.layers * 2 * setup.tokens * c.dim + layer,
+        "loss": 4 * setup.of_head + 2 * setup.tokens * c.dim + 2 * 4 * 1024 * c.vocab_size,
+    }
+    decoding = {"weights": 2 * P, "states": setup.rows * setup.state_bytes, "logits": 4 * setup.rows * c.vocab_size}
+    return {"train": training, "decode": decoding}
+
+
+def limit() -> float:
+    """Bytes of HBM of a rank."""
+    return PUBLISHED["memory"].value * Rates().share
+
+
+def plan(setup: Setup, remat=None) -> dict:
+    """What is predicted, with its terms and ranges. remat: None takes the first of REMATS that fits."""
+    check(setup)
+    fitting = [r for r in REMATS if sum(memory(setup, r)["train"].values()) <= limit()]
+    remat = remat or (fitting or REMATS[-1:])[0]
+    used = memory(setup, remat)
+    found = {}
+    for scenario in SCENARIOS:
+        rates = Rates(scenario)
+        trained, hidden = train(setup, rates, remat)
+        found[scenario] = {"train": trained, "decode": decode(setup, rates), "hidden": hidden}
+    step = {s: sum(terms["train"].values()) for s, terms in found.items()}
+    token = {s: sum(terms["decode"].values()) for s, terms in found.items()}
+    a_step = setup.seq * setup.batch
+    mfu = lambda speed: speed * flops(setup) / (PUBLISHED["peak"].value * PUBLISHED["chips"].value * setup.instances)
+    shared = sum(decode(setup, Rates(), _chip()).values())
+    return {
+        "kind": "prediction",
+        "model": setup.preset,
+        "chip": "trn2",
+        "instances": setup.instances,
+        "parameters": setup.parameters,
+        "state_bytes": setup.state_bytes,
+        "train_step_s": step["assumed"],
+        "train_tokens_per_s": a_step / step["assumed"],
+        "train_mfu": mfu(a_step / step["assumed"]),
+        "decode_step_s": token["assumed"],
+        "decode_tokens_per_s": setup.sequences / token["assumed"],
+        "roofline_tokens_per_s": setup.sequences / roofline(setup),
+        "roofline_share": roofline(setup) / token["assumed"],
+        "terms": {key: found["assumed"][key] for key in ("train", "decode", "hidden")},
+        "floors": floors(setup),
+        "range": {s: {key: found[s][key] for key in ("train", "decode")} for s in ("fast", "slow")},
+        "train_tokens_per_s_range": [a_step / step["slow"], a_step / step["fast"]],
+        "decode_tokens_per_s_range": [setup.sequences / token["slow"], setup.sequences / token["fast"]],
+        "decode_tokens_per_s_copy_a_chip": setup.sequences / shared,
+        "setup": {"seq": setup.seq, "batch": setup.batch, "sequences": setup.sequences, "mesh": setup.axes},
+        "remat": remat,
+        "fits": {key: sum(parts.values()) <= limit() for key, parts in used.items()},
+        "memory_limit": limit(),
+        "memory": used,
+        "kernels": used_kernels(setup),
+        "published": {n: dataclasses.asdict(f) for n, f in PUBLISHED.items()},
+        "assumed": {n: dataclasses.asdict(f) for n, f in ASSUMED.items()},
+        "published_mfu": mfu(PUBLISHED["train"].value * setup.instances),
+    }
+
+
+def used_kernels(setup) -> list[dict]:
+    c, cores = setup.config, Rates().cores
+    shape = c.heads // cores, c.key_dim, c.value_dim
+    return [*kernels(*shape).values(), decode_kernel(setup.rows, *shape)]
+
+
+def text(found) -> str:
+    """What `plan` found, to read."""
+    setup, used, most = found["setup"], found["memory"], found["memory_limit"]
+    mesh, there = ", ".join(f"{axis} {size}" for axis, size in setup["mesh"].items()), ranks(found["instances"])
+    chips, best = int(found["instances"] * PUBLISHED["chips"].value), found["roofline_tokens_per_s"]
+    lines = [
+        "PREDICTED, nothing measured: instructions as documented, rates as published, their use as assumed",
+        f"{found['model']}, {found['parameters'] / 1e9:.2f} B parameters, {found['state_bytes']:,} bytes of state a "
+        f"sequence, on {found['instances']} x trn2.48xlarge: {chips} chips, {there} ranks",
+        "",
+        f"training, {setup['batch']} sequences of {setup['seq']:,} tokens a step, {mesh}, remat {found['remat']}",
+        *_terms(found, "train", "s", 1),
+        *(f"  behind the layers: {name} {s:.3f} s" for name, s in found["terms"]["hidden"].items()),
+        f"{_speed(found, 'train', 'trained')}, MFU {found['train_mfu']:.1%}",
+        f"{_reported(found, 'train')}, MFU {found['published_mfu']:.1%}",
+        f"  published of another model on the chip before: {PUBLISHED['llama'].value:.1%} {PUBLISHED['llama'].unit}",
+        _memory(used["train"], most),
+        "",
+        f"generation, {setup['sequences']:,} sequences at once, {-(-setup['sequences'] // there)} a rank, each with "
+        "a copy of the weights",
+        *_terms(found, "decode", "ms", 1e3),
+        f"{_speed(found, 'decode', 'generated')}, {found['roofline_share']:.1%} of the roofline",
+        "  memory alone, at the published rate: "
+        + ", ".join(f"{name} {1e3 * s:.3f} ms" for name, s in found["floors"].items()),
+        f"  the roofline, one copy of the weights read a chip: {best:,.0f} tokens/s",
+        f"  if a chip's ranks shared a copy and the heads, which is not built: "
+        f"{found['decode_tokens_per_s_copy_a_chip']:,.0f} tokens/s",
+        f"{_reported(found, 'decode')}, {PUBLISHED['decode'].value * found['instances'] / best:.1%} of the roofline",
+        _memory(used["decode"], most),
+        "",
+        "GLA kernels, estimated by the simulator, us a (chunk, head) or (sequence, head) of a core; T_sched is used, "
+        "the range is T_max to T_sum",
+        f"  {'':<10}{'T_max':>8}{'T_list':>8}{'T_sched':>8}{'T_sum':>8}{'HBM':>8}",
+    ]
+    for row in found["kernels"]:
+        times = (row[f"{t}_us"] for t in ("t_max", "t_list", "t_sched", "t_sum", "hbm_floor"))
+        lines.append(f"  {row['kernel']:<10}" + "".join(f"{us:8.2f}" for us in times))
+    lines += ["", "published"]
+    lines += [f"  {f.value:<10.4g} {f.unit}: {f.source}" for f in PUBLISHED.values()]
+    lines += ["", "assumed (favourable to unfavourable)"]
+    lines += [f"  {a.assumed:g} ({a.fast:g} to {a.slow:g}) {a.unit}: {a.why}" for a in ASSUMED.values()]
+    return "\n".join(lines)
+
+
+def _terms(found, what, unit, scale):
+    terms, fast, slow = found["terms"][what], found["range"]["fast"][what], found["range"]["slow"][what]
+    whole = sum(terms.values())
+    rows = [*((n, s, fast[n], slow[n]) for n, s in terms.items())]
+    rows.append(("step", whole, sum(fast.values()), sum(slow.values())))
+    return [
+        f"  {n:<37}{s * scale:8.3f} {unit}{s / whole:8.1%}   {a * scale:.3f} to {b * scale:.3f}" for n, s, a, b in rows
+    ]
+
+
+def _speed(found, what, done):
+    low, high = found[f"{what}_tokens_per_s_range"]
+    return f"  {found[f'{what}_tokens_per_s']:,.0f} tokens/s {done} ({low:,.0f} to {high:,.0f})"
+
+
+def _reported(found, what):
+    """What others measured; of the 3B model on one instance, or so many times that."""
+    n, figure = found["instances"], PUBLISHED[what]
+    return f"  published of laplace-3b: {figure.value * n:,} {figure.unit}" + (f" x {n}" if n > 1 else "")
+
+
+def _memory(parts, most):
+    total = sum(parts.values())
+    fits = "fits" if total <= most else "DOES NOT FIT"
+    split = ", ".join(f"{name} {size / GIB:.1f}" for name, size in parts.items() if size > GIB / 20)
+    return f"  memory of the fullest rank {total / GIB:.1f} of {most / GIB:.0f} GiB, {fits}: {split}"
