@@ -64,7 +64,13 @@ class Settings(MambaModelConfig):
 
 
 def state_shapes(config: Config):
-    return (config.heads, config.key_dim, config.value_dim), (sum(config.widths), config.conv)
+    """Of a block: the state, and the taps if there is a convolution."""
+    state = config.heads, config.key_dim, config.value_dim
+    return (state, (sum(config.widths), config.conv)) if config.conv else (state,)
+
+
+def state_dtypes(config: Config, dtype):
+    return (torch.float32, dtype)[: len(state_shapes(config))]
 
 
 class Memory(MambaBase):
@@ -79,7 +85,7 @@ class Memory(MambaBase):
         return state_shapes(self.layer.config)
 
     def get_state_dtype(self):
-        return torch.float32, self.dtype
+        return state_dtypes(self.layer.config, self.dtype)
 
     def mix(self, x, g, batch, out):
         """Tokens x [T, E] before the convolution and their gates -> out [T, N, V]; the blocks go on."""
@@ -89,9 +95,10 @@ class Memory(MambaBase):
         lengths = begin.diff()
         block = batch.state_indices_tensor[:rows].long()
         old = batch.seq_lens[:rows] > lengths  # those that have a past
-        states, taps = self.kv_cache
+        states = self.kv_cache[0]
 
         if W := self.layer.config.conv:
+            taps = self.kv_cache[1]
             row = torch.repeat_interleave(torch.arange(rows, device=x.device), lengths, output_size=T)
             at = torch.arange(T, device=x.device) + (row + 1) * W  # where the tokens are among the taps
             ends = (begin[1:] + torch.arange(1, rows + 1, device=x.device) * W)[:, None]
@@ -129,21 +136,25 @@ def _(x, g, out, name):
     return None
 
 
+def _config(vllm_config):
+    return config_of(vllm_config.model_config.hf_config.to_dict())
+
+
 @support_torch_compile
 class LaplaceForVLLM(LaplaceForCausalLM, HasInnerState, IsAttentionFree):
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = ""):
-        super().__init__(config_of(vllm_config.model_config.hf_config.to_dict()))
+        super().__init__(_config(vllm_config))
         for layer in self.model.layers:
             memory = Memory(layer.attn, vllm_config.model_config.dtype)
             vllm_config.compilation_config.static_forward_context[_name(layer.attn)] = memory
 
     @classmethod
     def get_mamba_state_shape_from_config(cls, vllm_config):
-        return state_shapes(config_of(vllm_config.model_config.hf_config.to_dict()))
+        return state_shapes(_config(vllm_config))
 
     @classmethod
     def get_mamba_state_dtype_from_config(cls, vllm_config):
-        return torch.float32, vllm_config.model_config.dtype
+        return state_dtypes(_config(vllm_config), vllm_config.model_config.dtype)
 
     def embed_input_ids(self, input_ids: torch.Tensor) -> torch.Tensor:
         return self.model.embeddings(input_ids)
