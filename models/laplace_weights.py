@@ -29,7 +29,7 @@ _FIXED = {
 
 
 def load(folder, dtype=torch.float32) -> LaplaceForCausalLM:
-    """The model of a folder in fla's format, on the CPU, its parameters in `dtype`.
+    """The model of a folder in fla's format, on the CPU, its parameters in `dtype`; None: as they are there.
 
     Raises BadInput naming the file, and the tensor where one is missing or has another shape than config.json says.
     """
@@ -52,7 +52,7 @@ def load(folder, dtype=torch.float32) -> LaplaceForCausalLM:
             raise BadInput(f"{folder}: {name} has shape {list(w.shape)}, its config.json says {list(p.shape)}")
         if not w.isfinite().all():
             raise BadInput(f"{folder}: {name} holds NaN or infinite weights: take a whole copy of the model")
-        tensors[ours] = w.to(dtype)
+        tensors[ours] = w if dtype is None else w.to(dtype)
     if config.tied:
         files.pop("lm_head.weight", None)
         tensors["lm_head.weight"] = tensors["model.embeddings.weight"]
