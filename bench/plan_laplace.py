@@ -1,7 +1,8 @@
 """What training and generating with a Laplace would take on Trainium2: every term by itself, predicted.
 
-A rank is a logical core of two NeuronCores. It holds rows of the batch; FSDP2 shards the weights over the mesh's axis
-fsdp (a chip has 4 ranks), gradients go to owners and weights come back as models/muon.py says. Terms of a step:
+A rank is a logical core of two NeuronCores, 4 a chip. The mesh's axes data and fsdp split the batch, context the
+sequences; FSDP2 shards the weights over fsdp, gradients go to owners and weights come back as models/muon.py says. The
+terms of a step:
 
     matmuls         parameters x rows over the tensor engine's rate, or their bytes over HBM's if that takes longer
     GLA kernels     the simulator's time a unit (bench/trainium.py) x units: T_sched; the range is T_max to T_sum
@@ -10,6 +11,7 @@ fsdp (a chip has 4 ranks), gradients go to owners and weights come back as model
     optimizer       of the rank with most to do: Newton-Schulz of the matrices that it owns, bytes of all it owns
     gradients       float32, to their owners: nothing hides them; weights bf16 back, the same
     FSDP            gathers and scatters: what outlasts the layers
+    context         states that pass from rank to rank: their matmul, in float32, and the gathers
 
 In decoding each rank has a copy of the weights and its share of the sequences, as a pool a rank serves them. MFU counts
 6 FLOP a token and parameter but the embedding's, and the recurrence, 12 K V a head and layer: recomputation is no work.
@@ -23,6 +25,7 @@ from ringtide.bench.trainium import ASSUMED, PUBLISHED, SCENARIOS, Rates, decode
 from ringtide.models import BadInput
 
 REMATS = "none", "full"
+AXES = "data", "fsdp", "context"
 C = 128  # tokens of a chunk of the kernels
 GIB = 1 << 30
 STATE = 42  # bytes of traffic a parameter that its owner updates: gradient, clipped, moments, master, weight
@@ -37,7 +40,7 @@ class Setup:
     instances: int = 1
     seq: int = 4096
     batch: int = 128
-    mesh: tuple = ()  # (("data", 16), ("fsdp", 4)); empty: fsdp over a chip, data over chips
+    mesh: tuple = ()  # (("data", 16), ("fsdp", 4)); empty: the weights over a chip, the batch over as many as it can
     sequences: int = 1280
 
     @functools.cached_property
@@ -56,9 +59,15 @@ class Setup:
         with torch.device("meta"):
             return {name: tuple(p.shape) for name, p in laplace.LaplaceForCausalLM(self.config).named_parameters()}
 
-    @property
+    @functools.cached_property
     def axes(self) -> dict[str, int]:
-        return dict(self.mesh) if self.mesh else {"data": ranks(self.instances) // 4, "fsdp": 4}
+        """data, fsdp, context; their product is the number of ranks."""
+        if self.mesh:
+            return dict.fromkeys(AXES, 1) | dict(self.mesh)
+        there = ranks(self.instances)
+        fsdp = math.gcd(_chip(), self.batch)
+        data = math.gcd(there // fsdp, self.batch // fsdp)
+        return {"data": data, "fsdp": fsdp, "context": there // fsdp // data}
 
     @property
     def parameters(self) -> int:
@@ -93,14 +102,14 @@ class Setup:
 def check(setup: Setup) -> None:
     """Raises BadInput, one line, for what the mesh or the kernels cannot hold."""
     there, axes, c = ranks(setup.instances), setup.axes, setup.config
-    if extra := sorted(axes.keys() - {"data", "fsdp"}):
-        raise BadInput(f"--mesh: axis {extra[0]} is not priced on trn2; expected data=N,fsdp=N")
+    if extra := sorted(axes.keys() - set(AXES)):
+        raise BadInput(f"--mesh: a Laplace has no axis {extra[0]}; expected sizes of {', '.join(AXES)}")
     if (size := math.prod(axes.values())) != there:
         raise BadInput(f"--mesh: holds {size} ranks, {setup.instances} x trn2.48xlarge have {there} logical cores")
-    if setup.batch % there:
-        raise BadInput(
-            f"--batch {setup.batch}: must be a multiple of the {there} ranks; more sequences, or fewer --instances"
-        )
+    if setup.batch % (rows := axes["data"] * axes["fsdp"]):
+        raise BadInput(f"--batch {setup.batch}: must be a multiple of {rows}, data x fsdp of the mesh")
+    if setup.seq % axes["context"]:
+        raise BadInput(f"--tokens {setup.seq}: must be a multiple of {axes['context']}, context of the mesh")
     if c.key_dim > 128 or c.value_dim > 256 or c.heads % Rates().cores:
         raise BadInput(f"PRESET {setup.preset}: heads of {c.key_dim}/{c.value_dim} x {c.heads} are not priced")
 
@@ -130,9 +139,9 @@ def kept(config) -> int:
 
 def train(setup: Setup, rates: Rates, remat: str) -> tuple[dict, dict]:
     """({term: seconds} of a step, {term: seconds that hide behind the layers})."""
-    c, t, fsdp = setup.config, setup.tokens, setup.axes["fsdp"]
+    c, t, fsdp, part = setup.config, setup.tokens, setup.axes["fsdp"], setup.seq // setup.axes["context"]
     gla = kernels(c.heads // rates.cores, c.key_dim, c.value_dim)
-    units = c.layers * t * c.heads / C / rates.cores * (-(-setup.seq // C) * C / setup.seq)
+    units = c.layers * c.heads / rates.cores * -(-part // C) * (t // part)
     moved = {pass_: c.layers * t * n / rates.traffic for pass_, n in elementwise(c).items()}
     product = rates.matmul(setup.of_layers, t)
     forward = {"matmuls": product, "GLA kernel": units * rates.kernel(gla["forward"]), "elementwise": moved["forward"]}
@@ -145,6 +154,8 @@ def train(setup: Setup, rates: Rates, remat: str) -> tuple[dict, dict]:
     terms |= {f"{name}, backward": s for name, s in backward.items()}
     if remat == "full":
         terms["layers forward again"] = sum(forward.values())
+    if setup.axes["context"] > 1:
+        terms["context"] = context(setup, rates, again=remat == "full")
     layers = sum(terms.values())
     # Logits float32: written, summed up, turned into their gradients, which two products read; embeddings and back.
     logits = t * (c.vocab_size * (4 + 4 + 4 + 2 + 2 * 2) + c.dim * 2 * 4)
@@ -158,6 +169,17 @@ def train(setup: Setup, rates: Rates, remat: str) -> tuple[dict, dict]:
     terms["FSDP"] = max(0.0, sharded - layers)
     terms["launches"] = (2 * c.layers + 3) * rates.of("launch")  # FSDP2 wraps each block: a program a block and pass
     return terms, {"FSDP": sharded - terms["FSDP"]}
+
+
+def context(setup, rates, again) -> float:
+    """As bindings/torch/context_parallel.py: one more product, k^T v; K V + K float32 a head from each rank to all."""
+    c, axes = setup.config, setup.axes
+    runs = c.layers * (3 + again)  # backward there are two products, and one exchange
+    product = rates.flops(4 * 2 * setup.tokens * c.heads * c.key_dim * c.value_dim)  # float32: four passes
+    sequences = setup.batch // axes["data"] // axes["fsdp"]
+    size = axes["context"] * sequences * c.heads * c.key_dim * (c.value_dim + 1) * 4
+    exchange = 2 * rates.of("collective") + _chip() * size / rates.link  # with that of the convolution's tokens
+    return runs * product + (runs - c.layers) * exchange
 
 
 def _chip():
@@ -198,7 +220,7 @@ def optimizer(setup, rates) -> dict[str, float]:
 
 def exchanges(setup, rates) -> dict[str, float]:
     """Gradients to their owners in float32, weights back in bf16: of a chip, or of the instances' EFA if slower."""
-    apart, copies = setup.axes["data"], min(1.0, _chip() / setup.axes["fsdp"])
+    apart, copies = ranks(setup.instances) // setup.axes["fsdp"], min(1.0, _chip() / setup.axes["fsdp"])
 
     def seconds(size):
         chips = size * setup.parameters * copies * (apart - 1) / apart / rates.link
@@ -332,7 +354,8 @@ def used_kernels(setup) -> list[dict]:
 def text(found) -> str:
     """What `plan` found, to read."""
     setup, used, most = found["setup"], found["memory"], found["memory_limit"]
-    mesh, there = ", ".join(f"{axis} {size}" for axis, size in setup["mesh"].items()), ranks(found["instances"])
+    mesh = ", ".join(f"{axis} {size}" for axis, size in setup["mesh"].items() if size > 1)
+    there = ranks(found["instances"])
     chips, best = int(found["instances"] * PUBLISHED["chips"].value), found["roofline_tokens_per_s"]
     lines = [
         "PREDICTED, nothing measured: instructions as documented, rates as published, their use as assumed",

@@ -122,6 +122,21 @@ def test_more_instances(kernels):
     assert two["decode_step_s"] < one["decode_step_s"]
 
 
+def test_a_sequence_longer_than_a_rank(kernels):
+    """Its ranks pass on 16 states of 96 x 192 a sequence and layer; what is left of the work is the same."""
+    split, whole = Setup("laplace-3b", seq=1 << 18, batch=2), Setup("laplace-3b")
+    assert split.axes == {"data": 1, "fsdp": 2, "context": 32}
+    assert split.tokens == whole.tokens
+    rates = trainium.Rates()
+    terms, _ = plan_laplace.train(split, rates, "none")
+    product = 24 * 3 * 4 * 2 * 8192 * 16 * 96 * 192 / (2 * 2 * 128 * 128 * 2.4e9 * 0.66)
+    sent = 24 * 2 * (2 * 10e-6 + 4 * 32 * 16 * 96 * 193 * 4 / 512e9)
+    assert terms.pop("context") == pytest.approx(product + sent)
+    others, _ = plan_laplace.train(whole, rates, "none")
+    same = [name for name in others if name.endswith(("ward", "loss"))]
+    assert {name: terms[name] for name in same} == pytest.approx({name: others[name] for name in same})
+
+
 def test_ranges_enclose_what_is_predicted(kernels):
     found = plan_laplace.plan(Setup("laplace-3b"))
     for what in ("train", "decode"):
@@ -209,7 +224,7 @@ def test_recipes_are_priced_and_fit(name, kernels):
 
 def test_laplace_tiny_has_a_plan_too(kernels):
     found = json.loads(invoke("laplace-tiny", "--tokens", "1K", "--batch", "64", "--sequences", "100", "--json").stdout)
-    assert found["setup"] == {"seq": 1024, "batch": 64, "sequences": 100, "mesh": {"data": 16, "fsdp": 4}}
+    assert found["setup"] == {"seq": 1024, "batch": 64, "sequences": 100, "mesh": {"data": 16, "fsdp": 4, "context": 1}}
     assert found["state_bytes"] == laplace.state_bytes(laplace.PRESETS["laplace-tiny"])
     assert math.isfinite(found["train_mfu"])
 
@@ -228,8 +243,9 @@ def test_laplace_tiny_has_a_plan_too(kernels):
         (["laplace-3b", "--remat", "offload"], "--remat offload: on trn2 expected none or full"),
         (["laplace-3b", "--tokens", "max"], "--tokens max: is for TPUs"),
         (["laplace-3b", "--mesh", "data=16"], "--mesh: holds 16 ranks, 1 x trn2.48xlarge have 64 logical cores"),
-        (["laplace-3b", "--mesh", "context=64"], "--mesh: axis context is not priced on trn2"),
-        (["laplace-3b", "--instances", "3"], "--batch 128: must be a multiple of the 192 ranks"),
+        (["laplace-3b", "--mesh", "ulysses=64"], "--mesh: a Laplace has no axis ulysses; expected sizes of data, fsdp"),
+        (["laplace-3b", "--mesh", "data=64", "--batch", "96"], "--batch 96: must be a multiple of 64, data x fsdp"),
+        (["laplace-3b", "--instances", "3"], "--tokens 4096: must be a multiple of 3, context of the mesh"),
         (["laplace-3b", "--plot", "nowhere/x.png"], "--plot nowhere/x.png: expected a .png"),
         (["--recipe", "trn2-nope"], "--recipe trn2-nope: expected one of"),
     ],
