@@ -407,4 +407,6 @@ def init_weights(model: LaplaceForCausalLM, seed: int) -> LaplaceForCausalLM:
     parameters = dict(model.named_parameters())
     for name, value in initial_weights(model.config, seed):
         parameters[name].copy_(value)
+    if model.config.tied:  # `to_empty` lets go of each other what was one
+        model.lm_head.weight = model.model.embeddings.weight
     return model
