@@ -27,7 +27,6 @@ from ringtide.models import BadInput
 REMATS = "none", "full"
 AXES = "data", "fsdp", "context"
 C = 128  # tokens of a chunk of the kernels
-GIB = 1 << 30
 STATE = 42  # bytes of traffic a parameter that its owner updates: gradient, clipped, moments, master, weight
 GROUPS = 13  # dependent operations of a layer in a decode step, each out to HBM and back
 
@@ -162,10 +161,8 @@ def train(setup: Setup, rates: Rates, remat: str) -> tuple[dict, dict]:
     terms["embedding, head and loss"] = 3 * rates.matmul(setup.of_head, t) + logits / rates.traffic
     terms |= optimizer(setup, rates)
     terms |= exchanges(setup, rates)
-    passes = 3 if fsdp > 1 else 0  # weights forward and backward, gradients
-    own = passes * 2 * 2 * setup.parameters / rates.traffic  # each rank reads and writes a copy
-    across = passes * 2 * setup.parameters * max(0.0, 1 - _chip() / fsdp) / rates.link
-    sharded = max(own, across)
+    size = 8 * setup.parameters if fsdp > 1 else 0  # weights forward and backward, gradients in float32
+    sharded = max(2 * size / rates.traffic, size * max(0.0, 1 - _chip() / fsdp) / rates.link)  # read, written; sent
     terms["FSDP"] = max(0.0, sharded - layers)
     terms["launches"] = (2 * c.layers + 3) * rates.of("launch")  # FSDP2 wraps each block: a program a block and pass
     return terms, {"FSDP": sharded - terms["FSDP"]}
@@ -283,7 +280,7 @@ def memory(setup: Setup, remat: str) -> dict[str, dict]:
     training = {
         "weights": 2 * P / fsdp,
         "gradients": 2 * P / fsdp,
-        "gathered weights and gradients": (2 * 2 * 2 * block + 2 * 2 * setup.of_head) if fsdp > 1 else 0,
+        "gathered weights and gradients": (12 * block + 8 * setup.of_head) if fsdp > 1 else 0,  # two blocks, float32
         "masters, moments, float32 gradients": max(sum(map(of, names)) for names in owned(setup)),
         "activations": c.layers * layer if remat == "none" else c.layers * 2 * setup.tokens * c.dim + layer,
         "loss": 4 * setup.of_head + 2 * setup.tokens * c.dim + 2 * 4 * 1024 * c.vocab_size,
@@ -297,11 +294,15 @@ def limit() -> float:
     return PUBLISHED["memory"].value * Rates().share
 
 
+def plan_remat(setup) -> str:
+    """The first of REMATS that fits, or the last."""
+    return next((r for r in REMATS if sum(memory(setup, r)["train"].values()) <= limit()), REMATS[-1])
+
+
 def plan(setup: Setup, remat=None) -> dict:
     """What is predicted, with its terms and ranges. remat: None takes the first of REMATS that fits."""
     check(setup)
-    fitting = [r for r in REMATS if sum(memory(setup, r)["train"].values()) <= limit()]
-    remat = remat or (fitting or REMATS[-1:])[0]
+    remat = remat or plan_remat(setup)
     used = memory(setup, remat)
     found = {}
     for scenario in SCENARIOS:
@@ -341,84 +342,43 @@ def plan(setup: Setup, remat=None) -> dict:
         "kernels": used_kernels(setup),
         "published": {n: dataclasses.asdict(f) for n, f in PUBLISHED.items()},
         "assumed": {n: dataclasses.asdict(f) for n, f in ASSUMED.items()},
-        "published_mfu": mfu(PUBLISHED["train"].value * setup.instances),
+        **reported(),
+        "needed": needed(),
     }
+
+
+def reported() -> dict[str, float]:
+    """What the published rates of laplace-3b on one instance come to, counted as the predictions are."""
+    setup = Setup("laplace-3b")
+    trained = PUBLISHED["train"].value * flops(setup) / (PUBLISHED["peak"].value * PUBLISHED["chips"].value)
+    share = PUBLISHED["decode"].value * roofline(setup) / setup.sequences
+    return {"published_mfu": trained, "published_roofline_share": share}
+
+
+def needed() -> dict[str, float]:
+    """Which values of single assumptions, all others as assumed, lead to the published rates."""
+    setup = Setup("laplace-3b")
+    remat = plan_remat(setup)
+    trained = lambda x: setup.seq * setup.batch / sum(train(setup, Rates(instead=("matmul", x)), remat)[0].values())
+    generated = lambda name, x: setup.sequences / sum(decode(setup, Rates(instead=(name, x))).values())
+    goal = PUBLISHED["decode"].value
+    return {
+        "matmul": _least(lambda x: trained(x) >= PUBLISHED["train"].value, 1.0),
+        "traffic": _least(lambda x: generated("traffic", x) >= goal, 1.0),
+        "programs": math.floor(_least(lambda x: generated("programs", x) < goal, 1e5)),
+    }
+
+
+def _least(holds, high) -> float:
+    """The least x for which holds(x), which is true at `high`, by bisection."""
+    low = 0.0
+    for _ in range(40):
+        middle = (low + high) / 2
+        low, high = (low, middle) if holds(middle) else (middle, high)
+    return high
 
 
 def used_kernels(setup) -> list[dict]:
     c, cores = setup.config, Rates().cores
     shape = c.heads // cores, c.key_dim, c.value_dim
     return [*kernels(*shape).values(), decode_kernel(setup.rows, *shape)]
-
-
-def text(found) -> str:
-    """What `plan` found, to read."""
-    setup, used, most = found["setup"], found["memory"], found["memory_limit"]
-    mesh = ", ".join(f"{axis} {size}" for axis, size in setup["mesh"].items() if size > 1)
-    there = ranks(found["instances"])
-    chips, best = int(found["instances"] * PUBLISHED["chips"].value), found["roofline_tokens_per_s"]
-    lines = [
-        "PREDICTED, nothing measured: instructions as documented, rates as published, their use as assumed",
-        f"{found['model']}, {found['parameters'] / 1e9:.2f} B parameters, {found['state_bytes']:,} bytes of state a "
-        f"sequence, on {found['instances']} x trn2.48xlarge: {chips} chips, {there} ranks",
-        "",
-        f"training, {setup['batch']} sequences of {setup['seq']:,} tokens a step, {mesh}, remat {found['remat']}",
-        *_terms(found, "train", "s", 1),
-        *(f"  behind the layers: {name} {s:.3f} s" for name, s in found["terms"]["hidden"].items()),
-        f"{_speed(found, 'train', 'trained')}, MFU {found['train_mfu']:.1%}",
-        f"{_reported(found, 'train')}, MFU {found['published_mfu']:.1%}",
-        f"  published of another model on the chip before: {PUBLISHED['llama'].value:.1%} {PUBLISHED['llama'].unit}",
-        _memory(used["train"], most),
-        "",
-        f"generation, {setup['sequences']:,} sequences at once, {-(-setup['sequences'] // there)} a rank, each with "
-        "a copy of the weights",
-        *_terms(found, "decode", "ms", 1e3),
-        f"{_speed(found, 'decode', 'generated')}, {found['roofline_share']:.1%} of the roofline",
-        "  memory alone, at the published rate: "
-        + ", ".join(f"{name} {1e3 * s:.3f} ms" for name, s in found["floors"].items()),
-        f"  the roofline, one copy of the weights read a chip: {best:,.0f} tokens/s",
-        f"  if a chip's ranks shared a copy and the heads, which is not built: "
-        f"{found['decode_tokens_per_s_copy_a_chip']:,.0f} tokens/s",
-        f"{_reported(found, 'decode')}, {PUBLISHED['decode'].value * found['instances'] / best:.1%} of the roofline",
-        _memory(used["decode"], most),
-        "",
-        "GLA kernels, estimated by the simulator, us a (chunk, head) or (sequence, head) of a core; T_sched is used, "
-        "the range is T_max to T_sum",
-        f"  {'':<10}{'T_max':>8}{'T_list':>8}{'T_sched':>8}{'T_sum':>8}{'HBM':>8}",
-    ]
-    for row in found["kernels"]:
-        times = (row[f"{t}_us"] for t in ("t_max", "t_list", "t_sched", "t_sum", "hbm_floor"))
-        lines.append(f"  {row['kernel']:<10}" + "".join(f"{us:8.2f}" for us in times))
-    lines += ["", "published"]
-    lines += [f"  {f.value:<10.4g} {f.unit}: {f.source}" for f in PUBLISHED.values()]
-    lines += ["", "assumed (favourable to unfavourable)"]
-    lines += [f"  {a.assumed:g} ({a.fast:g} to {a.slow:g}) {a.unit}: {a.why}" for a in ASSUMED.values()]
-    return "\n".join(lines)
-
-
-def _terms(found, what, unit, scale):
-    terms, fast, slow = found["terms"][what], found["range"]["fast"][what], found["range"]["slow"][what]
-    whole = sum(terms.values())
-    rows = [*((n, s, fast[n], slow[n]) for n, s in terms.items())]
-    rows.append(("step", whole, sum(fast.values()), sum(slow.values())))
-    return [
-        f"  {n:<37}{s * scale:8.3f} {unit}{s / whole:8.1%}   {a * scale:.3f} to {b * scale:.3f}" for n, s, a, b in rows
-    ]
-
-
-def _speed(found, what, done):
-    low, high = found[f"{what}_tokens_per_s_range"]
-    return f"  {found[f'{what}_tokens_per_s']:,.0f} tokens/s {done} ({low:,.0f} to {high:,.0f})"
-
-
-def _reported(found, what):
-    """What others measured; of the 3B model on one instance, or so many times that."""
-    n, figure = found["instances"], PUBLISHED[what]
-    return f"  published of laplace-3b: {figure.value * n:,} {figure.unit}" + (f" x {n}" if n > 1 else "")
-
-
-def _memory(parts, most):
-    total = sum(parts.values())
-    fits = "fits" if total <= most else "DOES NOT FIT"
-    split = ", ".join(f"{name} {size / GIB:.1f}" for name, size in parts.items() if size > GIB / 20)
-    return f"  memory of the fullest rank {total / GIB:.1f} of {most / GIB:.0f} GiB, {fits}: {split}"

@@ -43,10 +43,10 @@ PUBLISHED = {
     "dma latency": Figure(cost.DMA_LATENCY * 1e-6, "s before a transfer starts", f"{AWS}, NKI"),
     "llama": Figure(
         47.95 * 8192 * (6 * 7.505e9 + 6 * 32 * 8192 * 4096) / (32 * 16 * 190e12),
-        "MFU of Llama 3.1 8B trained on 32 trn1.32xlarge", f"{AWS}, training performance: 47.95 sequences/s of 8,192",
+        "MFU of Llama 3.1 8B on the chip before, 32 trn1.32xlarge", f"{AWS}, training: 47.95 sequences/s of 8,192",
     ),
-    "train": Figure(120_000, "tokens/s trained, one instance", "the article on Laplace: 524,288 tokens a step"),
-    "decode": Figure(11_544, "tokens/s generated, one instance", "the article on Laplace: 1,280 sequences at once"),
+    "train": Figure(120_000, "tokens/s of laplace-3b trained on one instance", "its article; 524,288 tokens a step"),
+    "decode": Figure(11_544, "tokens/s of laplace-3b generated on one instance", "its article; 1,280 at once"),
 }  # fmt: skip
 ASSUMED = {
     "logical": Assumption(2, 2, 2, "physical cores a rank", "LNC 2, the default of trn2; a rank is a logical core"),
@@ -71,12 +71,13 @@ ESTIMATE = {"assumed": "t_sched_us", "fast": "t_max_us", "slow": "t_sum_us"}  # 
 
 @dataclass(frozen=True)
 class Rates:
-    """What a rank, a logical core, does in a second, in one of SCENARIOS."""
+    """What a rank, a logical core, does in a second, in one of SCENARIOS; instead: (name, value) of an assumption."""
 
     scenario: str = "assumed"
+    instead: tuple = ()
 
     def of(self, name) -> float:
-        return getattr(ASSUMED[name], self.scenario)
+        return self.instead[1] if name in self.instead else getattr(ASSUMED[name], self.scenario)
 
     @property
     def cores(self) -> int:

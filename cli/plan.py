@@ -82,7 +82,7 @@ def _trainium(options, as_json, plot):
     _require(plot, torch="torch", matplotlib="bench")
     os.environ["RINGTIDE_NKI"] = "simulator"
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # small matrices: threads only wait for one another
-    from ringtide.bench import plan_laplace
+    from ringtide.bench import plan_laplace, plan_laplace_text
     from ringtide.cli.train import axes_of
     from ringtide.models import BadInput, laplace
 
@@ -99,7 +99,7 @@ def _trainium(options, as_json, plot):
         found = plan_laplace.plan(plan_laplace.Setup(preset, seq=tokens, mesh=mesh, **given), remat)
     except BadInput as error:
         raise click.UsageError(str(error)) from None
-    click.echo(json.dumps(found) if as_json else plan_laplace.text(found))
+    click.echo(json.dumps(found) if as_json else plan_laplace_text.text(found))
     if plot:
         from ringtide.bench.plot import trainium
 
