@@ -29,20 +29,22 @@ class StatePool:
 
     model: a LaplaceForCausalLM, or another with its new_cache, decode_ and forward(cache=...).
     slots: how many sequences at once.  chunk: tokens of a prompt that a step reads.  rows: of how many prompts.
-    compile: the model's two steps by torch.compile.
+    compile: a backend of torch.compile, for the model's two steps; None: not compiled.
 
     `add` and `remove` raise ValueError, one line, for what cannot be, and leave the pool as it was.
     """
 
-    def __init__(self, model, slots: int, *, chunk: int = 128, rows: int = 4, compile: bool = False):
+    def __init__(self, model, slots: int, *, chunk: int = 128, rows: int = 4, compile=None):
         for name, value in (("slots", slots), ("chunk", chunk), ("rows", rows)):
             if type(value) is not int or value < 1:
                 raise ValueError(f"StatePool: {name} must be an int of at least 1, got {value!r}")
         self.model, self.slots, self.chunk, self.rows = model, slots, chunk, rows
         self.cache = model.new_cache(slots)
         self.device = self.cache["state"].device
-        wrap = (lambda f: torch.compile(f, fullgraph=True, dynamic=False)) if compile else lambda f: f
-        self._read, self._decode = wrap(model.forward), wrap(model.decode_)
+        self._read, self._decode = model.forward, model.decode_
+        if compile is not None:
+            options = {"backend": compile, "fullgraph": True, "dynamic": False}
+            self._read, self._decode = (torch.compile(f, **options) for f in (self._read, self._decode))
         self._free = deque(range(slots))
         self._sequences = {}
         self._waiting = deque()  # ids whose prompt has not been read to its end
