@@ -240,6 +240,37 @@ def recall(runs, corpus, megabytes, distances, count, seed, as_json, plot):
         _say(f"drawn: {plot}")
 
 
+@command.command()
+@click.option("--preset", default="laplace-tiny", show_default=True, help="Of a Laplace, with random weights.")
+@click.option("--prompt", "prompts", multiple=True, type=click.IntRange(1), help="Repeat.  [512, 2048, 8192, 32768]")
+@click.option("--rows", default=1, show_default=True, type=click.IntRange(1), help="Sequences that a step decodes.")
+@click.option("--tokens", default=500, show_default=True, type=click.IntRange(1), help="Steps timed after each prompt.")
+@click.option("--threads", default=1, show_default=True, type=click.IntRange(1))
+@click.option("--compile", is_flag=True, help="The step by torch.compile; needs a C++ compiler.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object a row.")
+def decode(preset, prompts, as_json, **options):
+    """What a token costs a Laplace after prompts of several lengths, on this machine's CPU, measured.
+
+    One step after each prompt in turn; medians, and their ratio to that of the first prompt.
+    """
+    try:
+        from ringtide.bench import decode as bench
+    except ModuleNotFoundError as error:
+        raise click.ClickException(f"{error.name} is not installed: pip install 'ringtide[torch]'") from None
+    if preset not in bench.PRESETS:
+        raise click.UsageError(f"--preset {preset}: expected {' or '.join(bench.PRESETS)}")
+    rows = bench.run(preset, prompts or bench.PROMPTS, **options, log=_say)
+    if not as_json:
+        first = rows[0]
+        click.echo(
+            f"measured on this machine's CPU: {preset}, {first['rows']} sequence(s), {first['threads']} thread(s), "
+            f"medians of {first['steps']} interleaved steps"
+        )
+        click.echo(bench.HEADING)
+    for row in rows:
+        click.echo(json.dumps(row) if as_json else bench.line(row))
+
+
 def _say(text):
     click.echo(text, err=True)
 
