@@ -25,13 +25,13 @@ _LIBRARIES = {
     "libtpu": "tpu",
     "nki": "nki",
 }
-# what each backend runs on, beside plain JAX
+# what each backend belongs to, and what it runs on
 _BACKENDS = {
-    "xla": "any device that JAX has",
-    "pallas": "TPU, and any device in interpret mode",
-    "triton": "NVIDIA GPU, jax-triton",
-    "nki": "Trainium2, and any CPU in a simulator",
-    "eager": "any device that PyTorch has",
+    "xla": ("JAX", "any device that JAX has"),
+    "pallas": ("JAX", "TPU, and any device in interpret mode"),
+    "triton": ("JAX", "NVIDIA GPU, jax-triton"),
+    "nki": ("JAX", "Trainium2, and any CPU in a simulator"),
+    "eager": ("PyTorch", "any device that PyTorch has"),
 }
 
 
@@ -71,14 +71,23 @@ def _devices():
 
 def _backends(report):
     """{backend: {"runs": bool, "ops": [...], "why": str}}."""
+    tables, missing = [], {}
     if "error" in report:
-        return {name: {"runs": False, "ops": [], "why": report["error"]} for name in _BACKENDS}
-    from ringtide.jax.dispatch import KERNELS
+        missing["JAX"] = report["error"]
+    else:
+        from ringtide.jax.dispatch import KERNELS
 
+        tables.append(KERNELS)
+    try:
+        from ringtide.torch.ops import KERNELS
+
+        tables.append({"gla": KERNELS})
+    except Exception as error:  # not installed, or broken
+        missing["PyTorch"] = f"PyTorch does not start: {' '.join(str(error).split())}"
     found = {}
-    for name, needs in _BACKENDS.items():
-        ops = [op for op, kernels in KERNELS.items() if name in kernels]
-        why = f"runs on {needs}" if ops else f"not in this release (will need: {needs})"
+    for name, (framework, needs) in _BACKENDS.items():
+        ops = sorted({op for table in tables for op, kernels in table.items() if name in kernels})
+        why = f"runs on {needs}" if ops else missing.get(framework, f"not in this release (will need: {needs})")
         found[name] = {"runs": bool(ops), "ops": ops, "why": why}
     return found
 

@@ -20,7 +20,14 @@ def test_text_and_json_agree():
     assert len(report["devices"]) == len(jax.devices())
     for name, backend in report["backends"].items():
         assert name in text.output
-        assert backend["runs"] or "not in this release" in backend["why"]
+        assert backend["runs"] or name == "eager" or "not in this release" in backend["why"]
+
+
+def test_the_backend_of_pytorch_runs_where_pytorch_is():
+    report = json.loads(CliRunner().invoke(main, ["doctor", "--json"]).output)
+    eager, there = report["backends"]["eager"], report["libraries"]["torch"] is not None
+    assert (eager["runs"], eager["ops"]) == (there, ["gla"] if there else [])
+    assert there or "PyTorch does not start" in eager["why"]
 
 
 def test_with_the_core_dependencies_only_and_from_any_folder(tmp_path):
