@@ -19,7 +19,7 @@ class Recipe:
     instances: int | None = None  # trn2.48xlarge, 16 chips each
     mesh: dict[str, int] = field(default_factory=dict)  # the axes that are larger than 1
     train: dict = field(default_factory=dict)  # options of `ringtide train llama` or `ringtide train laplace`
-    serve: dict = field(default_factory=dict)  # sequences: how many are generated at once
+    serve: dict = field(default_factory=dict)  # arguments of bench.serve; sequences: how many at once, over all ranks
 
     @property
     def family(self) -> str:
@@ -40,7 +40,8 @@ class Recipe:
         shards = mesh.get("ulysses", 1) * mesh.get("context", 1)
         small = {"seq": _TOKENS * shards, "batch": mesh.get("data", 1) * mesh.get("fsdp", 1), "steps": 3, "warmup": 1}
         train = {**self.train, **small, "val_windows": 1, "lr": 1e-3} if self.train else {}
-        serve = {**self.serve, "sequences": min(self.serve["sequences"], 4 * _DEVICES)} if self.serve else {}
+        few = {"sequences": _DEVICES, "prompt": _TOKENS, "tokens": _TOKENS // 2, "chunk": _TOKENS // 4}
+        serve = {**self.serve, **few} if self.serve else {}
         return replace(self, model=f"{self.family}-micro", mesh=mesh, train=train, serve=serve)
 
     def planned(self) -> dict:
