@@ -309,6 +309,37 @@ def test_padded_chunks_of_a_cache(model):
                 close(x[:, row], alone[name][:, 0])
 
 
+def split_over_ranks(rank, count):
+    """Loss and gradients of the ranks' shares add up to those of the whole; texts go on over ranks."""
+    import torch.distributed as dist
+
+    T = 10
+    for config in (SHAPES["conv"], SHAPES["shared"]):
+        model = loud(config)
+        tokens, targets = tokens_of(2, T * count), tokens_of(2, T * count, seed=1)
+        ids = torch.tensor([[0] * 7 + [3] * 5 + [0] * (T * count - 12), [2] * 11 + [6] * 4 + [-1] * (T * count - 15)])
+        mine = slice(rank * T, (rank + 1) * T)
+        for segments in (None, ids):
+            whole = targets if segments is None else targets.where(segments >= 0, -1)
+            local = None if segments is None else segments[:, mine]
+            want = gradients(model, tokens, whole, segment_ids=segments)
+            share = dict(segment_ids=local, context=dist.group.WORLD, remat=segments is None)
+            loss, grads = gradients(model, tokens[:, mine], whole[:, mine], **share)
+            for x in (loss, *grads):
+                dist.all_reduce(x)
+            close(loss, want[0])
+            for got, expected in zip(grads, want[1], strict=True):
+                close(got, expected, 1e-5)
+            logits = model(tokens[:, mine], segment_ids=local, context=dist.group.WORLD)
+            expected = model(tokens, segment_ids=segments)[:, mine]
+            real = slice(None) if local is None else local >= 0
+            close(logits[real], expected[real])
+
+
+def test_a_sequence_split_over_ranks(ranks):
+    ranks("split_over_ranks", 2)
+
+
 # The step of a server.
 
 

@@ -1,5 +1,6 @@
 """The pool of states: each sequence as if it were alone, bit for bit; what it refuses; text from the command line."""
 
+import json
 import random
 
 import pytest
@@ -288,3 +289,16 @@ def test_a_tiny_temperature_chooses_the_likeliest(model):
     likeliest = texts(model, [[7]], 5, temperature=0)
     assert texts(model, [[7]], 5, temperature=1e-30) == likeliest
     assert texts(model, [[7]], 5, temperature=5.0, top_k=1) == likeliest
+
+
+def test_bench_decode_says_what_was_measured():
+    options = ["--preset", "laplace-micro", "--prompt", "4", "--prompt", "9", "--tokens", "3", "--rows", "2", "--json"]
+    said = CliRunner().invoke(main, ["bench", "decode", *options])
+    assert said.exit_code == 0, said.output
+    rows = [json.loads(text) for text in said.stdout.splitlines()]
+    assert [row["prompt"] for row in rows] == [4, 9]
+    assert rows[0]["ratio"] == 1 < rows[1]["ratio"] * 100
+    assert {row["state_bytes"] for row in rows} == {state_bytes(PRESETS["laplace-micro"], torch.float32)}
+    said = CliRunner().invoke(main, ["bench", "decode", "--preset", "llama-tiny"])
+    assert said.exit_code == 2
+    assert "--preset llama-tiny: expected laplace-tiny or" in said.stderr
