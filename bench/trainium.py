@@ -11,7 +11,7 @@ import numpy as np
 
 from ringtide.kernels.nki.simulator import cost
 
-AWS = "awsdocs-neuron.readthedocs-hosted.com"
+AWS = "AWS Neuron documentation"
 SCENARIOS = "assumed", "fast", "slow"
 
 
@@ -36,11 +36,10 @@ PUBLISHED = {
     "cores": Figure(8, "physical NeuronCores a chip", f"{AWS}, Trainium2 Architecture"),
     "peak": Figure(667e12, "FLOP/s a chip, bf16", f"{AWS}, Trainium2 Architecture; MFU is a share of it"),
     "clock": Figure(cost.CLOCK["PE"] * 1e6, "Hz of a tensor engine, 128 x 128", f"{AWS}, NKI: 79 TFLOP/s a core"),
-    "memory": Figure(96 << 30, "bytes of HBM a chip", f"{AWS}, Trainium2 Architecture"),
+    "memory": Figure(96 << 30, "bytes of HBM a chip", f"{AWS}, Trainium2 Architecture: 96 GiB"),
     "hbm": Figure(2.9e12, "bytes/s of HBM a chip", f"{AWS}, Trainium2 Architecture"),
     "link": Figure(1024e9, "bytes/s of NeuronLink a chip, in an instance", f"{AWS}, Amazon EC2 Trn2 Architecture"),
     "efa": Figure(3200e9 / 8, "bytes/s of EFA an instance", f"{AWS}, Amazon EC2 Trn2 Architecture: 3,200 Gbit/s"),
-    "dma latency": Figure(cost.DMA_LATENCY * 1e-6, "s before a transfer starts", f"{AWS}, NKI"),
     "llama": Figure(
         47.95 * 8192 * (6 * 7.505e9 + 6 * 32 * 8192 * 4096) / (32 * 16 * 190e12),
         "MFU of Llama 3.1 8B on the chip before, 32 trn1.32xlarge", f"{AWS}, training: 47.95 sequences/s of 8,192",
@@ -64,9 +63,18 @@ ASSUMED = {
         "measured on inf2: SDK 2.30 13 us, 2.31 170 to 190 us (aws-neuron-sdk issue 1370)",
     ),
     "programs": Assumption(1, 1, 26, "programs a decode step", "one compiled step; slow: one a layer"),
+    "operations": Assumption(13, 13, 26, "operations of a layer in a decode step", "each waits; slow: not fused"),
+    "operation": Assumption(
+        (2 * cost.DMA_LATENCY + cost.SYNC) * 1e-6, cost.SYNC * 1e-6, (2 * cost.DMA_LATENCY + cost.SYNC) * 1e-6,
+        "s that an operation waits", "to and from HBM, 1.3 us each (AWS, NKI), and a semaphore; fast: on chip",
+    ),
     "collective": Assumption(10e-6, 2e-6, 20e-6, "s a small collective", "AWS's guide to collectives: 1 to 10s of us"),
 }  # fmt: skip
-ESTIMATE = {"assumed": "t_sched_us", "fast": "t_max_us", "slow": "t_sum_us"}  # of the simulator's four times
+ESTIMATES = {  # of the simulator's times; T_sum leaves out transfers
+    "assumed": ("t_sched_us",),
+    "fast": ("t_max_us", "hbm_floor_us"),
+    "slow": ("t_sum_us", "t_sched_us"),
+}
 
 
 @dataclass(frozen=True)
@@ -113,8 +121,8 @@ class Rates:
         return count / (2 * 128**2 * PUBLISHED["clock"].value * self.cores * self.of("matmul"))
 
     def kernel(self, row) -> float:
-        """Seconds of a unit of a kernel, of its row in `kernels`."""
-        return max(row[ESTIMATE[self.scenario]], row["t_max_us"]) * 1e-6
+        """Seconds of a unit of a kernel, of its row in `kernels`: the greater of two of the simulator's times."""
+        return max(row[name] for name in ESTIMATES[self.scenario]) * 1e-6
 
 
 def ranks(instances) -> int:
