@@ -54,10 +54,10 @@ def text(found) -> str:
     lines += ["", "published"]
     lines += [f"  {_number(f.value):>9}{f.unit}: {f.source}" for f in PUBLISHED.values()]
     lines += ["", "assumed (favourable to unfavourable)"]
-    lines += [
-        f"  {_number(a.assumed)}({_number(a.fast)}to {_number(a.slow).strip()}) {a.unit}: {a.why}"
-        for a in ASSUMED.values()
-    ]
+    for a in ASSUMED.values():
+        scale, unit = (1e6, f"u{a.unit}") if a.unit.startswith("s ") else (1, a.unit)
+        likely, fast, slow = (f"{value * scale:.3g}" for value in (a.assumed, a.fast, a.slow))
+        lines.append(f"  {likely} ({fast} to {slow}) {unit}: {a.why}")
     return "\n".join(lines)
 
 
@@ -66,7 +66,7 @@ def _number(value) -> str:
     for size, letter in ((1e12, "T"), (1e9, "G")):
         if value >= size:
             return f"{value / size:.4g} {letter}"
-    return f"{value * 1e6:.4g} u" if 0 < value < 1e-3 else f"{value:,.10g} " if value >= 1 else f"{value:.3g} "
+    return f"{value:,.0f} " if value >= 1 else f"{value:.3g} "
 
 
 def _terms(found, what, unit, scale):
