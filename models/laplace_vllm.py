@@ -27,7 +27,7 @@ from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
 
 from ringtide.models.laplace import Config, LaplaceForCausalLM
 from ringtide.models.laplace_weights import config_of
-from ringtide.torch import chunk_gla, gla_decode_step
+from ringtide.torch import chunk_gla, gla_decode_step_
 
 ARCHITECTURE = "GLAForCausalLM"  # what config.json names
 
@@ -48,17 +48,19 @@ class Settings(MambaModelConfig):
 
     @classmethod
     def verify_and_update_config(cls, vllm_config: VllmConfig) -> None:
-        parallel, cache = vllm_config.parallel_config, vllm_config.cache_config
-        if parallel.tensor_parallel_size > 1:
-            raise ValueError(
-                "Laplace: --tensor-parallel-size must be 1: a model is not split, try --data-parallel-size"
-            )
-        if cache.enable_prefix_caching:
-            raise ValueError(
-                "Laplace: no prefix caching, a state is only kept at the end: drop --enable-prefix-caching"
-            )
-        if cache.mamba_ssm_cache_dtype not in ("auto", "float32"):
-            raise ValueError(f"Laplace: the state is float32, not {cache.mamba_ssm_cache_dtype}: drop this dtype")
+        cache = vllm_config.cache_config
+        for wrong, cure in (
+            (vllm_config.parallel_config.tensor_parallel_size > 1, "a model is not split: --tensor-parallel-size 1"),
+            (cache.enable_prefix_caching, "no state but the last is kept: leave out --enable-prefix-caching"),
+            (
+                cache.mamba_ssm_cache_dtype not in ("auto", "float32"),
+                "the state is float32: --mamba-ssm-cache-dtype auto",
+            ),
+            (vllm_config.speculative_config, "a state cannot take tokens back: leave out --speculative-config"),
+            (vllm_config.model_config.quantization, "its matrices are not quantized: leave out --quantization"),
+        ):
+            if wrong:
+                raise ValueError(f"Laplace: {cure}")
         vllm_config.compilation_config.cudagraph_mode = CUDAGraphMode.NONE  # a recorded batch would be replayed
         super().verify_and_update_config(vllm_config)
 
@@ -112,7 +114,7 @@ class Memory(MambaBase):
         q, k, v, g = self.layer.heads(x[:T], g[:T])
         S = torch.where(old[:, None, None, None], states[block], 0)
         if decodes:
-            out[:decodes], S[:decodes] = gla_decode_step(*(y[:decodes] for y in (q, k, v, g)), S[:decodes])
+            out[:decodes] = gla_decode_step_(*(y[:decodes] for y in (q, k, v, g)), S[:decodes])
         if decodes < rows:
             o, S[decodes:] = chunk_gla(
                 *(y[None, decodes:] for y in (q, k, v, g)),

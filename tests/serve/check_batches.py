@@ -2,13 +2,14 @@
 
 import random
 from math import prod
+from types import SimpleNamespace
 
 import pytest
 import torch
 from vllm.v1.attention.backends.linear_attn import LinearAttentionMetadata
 
 from ringtide.models.laplace import PRESETS, Config, GatedLinearAttention, _whole
-from ringtide.models.laplace_vllm import Memory, state_shapes
+from ringtide.models.laplace_vllm import Memory, Settings, state_shapes
 
 SHAPES = {
     "as it is": Config(dim=16, heads=2, kv_heads=2, key_dim=4, value_dim=6),
@@ -89,3 +90,33 @@ def test_laplace_3b_takes_29_491_200_bytes_a_sequence():
     assert memory.get_state_shape() == state_shapes(config)
     sizes = zip(memory.get_state_shape(), memory.get_state_dtype(), strict=True)
     assert config.layers * sum(prod(shape) * dtype.itemsize for shape, dtype in sizes) == 29_491_200
+
+
+@pytest.mark.parametrize(
+    ("part", "name", "value", "word"),
+    [
+        ("parallel_config", "tensor_parallel_size", 2, "--tensor-parallel-size 1"),
+        ("cache_config", "enable_prefix_caching", True, "--enable-prefix-caching"),
+        ("cache_config", "mamba_ssm_cache_dtype", "bfloat16", "the state is float32"),
+        ("model_config", "quantization", "fp8", "--quantization"),
+        (None, "speculative_config", "ngram", "--speculative-config"),
+        (None, None, None, None),
+    ],
+)
+def test_what_would_go_wrong_is_refused(part, name, value, word):
+    cache = SimpleNamespace(enable_prefix_caching=False, mamba_ssm_cache_dtype="auto", mamba_cache_mode="none")
+    cache.mamba_block_size = None
+    config = SimpleNamespace(
+        cache_config=cache,
+        parallel_config=SimpleNamespace(tensor_parallel_size=1),
+        model_config=SimpleNamespace(quantization=None, max_model_len=99),
+        compilation_config=SimpleNamespace(),
+        speculative_config=None,
+    )
+    if name is None:
+        Settings.verify_and_update_config(config)
+        assert cache.mamba_block_size == 99
+    else:
+        setattr(config if part is None else getattr(config, part), name, value)
+        with pytest.raises(ValueError, match=word):
+            Settings.verify_and_update_config(config)
