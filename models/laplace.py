@@ -13,6 +13,7 @@ the convolution, E channels under it (those of q, k and v), L layers.
 """
 
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -255,22 +256,21 @@ def _same(ids, taps):
 
 def _whole(config, segment_ids, group):
     """The `mix` of whole sequences, or of this rank's part of them."""
-    W = config.conv
-    same = None
-    if group is not None:  # not every PyTorch has torch.distributed
+    W, same = config.conv, None
+    if group is None:
+        scan, halo = gla, lambda x, count, group: x.new_zeros(x.shape[0], count, *x.shape[2:])
+    else:  # not every PyTorch has torch.distributed
         from ringtide.torch.context_parallel import context_parallel_gla, halo
+
+        scan = partial(context_parallel_gla, group=group)
     if W and segment_ids is not None:
-        # Before the first token: zeros, which may count as of its text.
-        before = halo(segment_ids, W - 1, group) if group is not None else segment_ids[:, :1].expand(-1, W - 1)
-        same = _same(torch.cat((before, segment_ids), 1), W)
+        # Before the first token of all: zeros, which may count as of its text.
+        same = _same(torch.cat((halo(segment_ids, W - 1, group), segment_ids), 1), W)
 
     def mix(layer, qkv, g):
         if W:
-            before = halo(qkv, W - 1, group) if group is not None else qkv.new_zeros(len(qkv), W - 1, qkv.shape[-1])
-            qkv = layer.convolve(torch.cat((before, qkv), 1), same)
-        if group is None:
-            return gla(*layer.heads(qkv, g), segment_ids=segment_ids)[0]
-        return context_parallel_gla(*layer.heads(qkv, g), group=group, segment_ids=segment_ids)[0]
+            qkv = layer.convolve(torch.cat((halo(qkv, W - 1, group), qkv), 1), same)
+        return scan(*layer.heads(qkv, g), segment_ids=segment_ids)[0]
 
     return mix
 

@@ -177,6 +177,21 @@ def test_the_loss_never_holds_all_logits():
     assert largest.size == laplace.LOSS_CHUNK * 512
 
 
+@pytest.mark.slow
+def test_the_loss_compiles_to_the_same_numbers():
+    tokens, targets = tokens_of(2, 20), tokens_of(2, 20, seed=1)
+    ids = torch.tensor([[0] * 9 + [1] * 11, [2] * 20])
+    for remat in (False, True):
+        model = loud(MICRO).requires_grad_(True)
+        compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+        loss = compiled(tokens, targets=targets, segment_ids=ids, remat=remat)
+        loss.backward()
+        want, grads = gradients(model, tokens, targets, segment_ids=ids)
+        close(loss.detach(), want)
+        for p, expected in zip(model.parameters(), grads, strict=True):
+            close(p.grad, expected, 1e-5)
+
+
 def test_no_target_no_loss(model):
     loss, grads = gradients(model, tokens_of(1, 5), torch.full((1, 5), -1))
     assert loss == 0

