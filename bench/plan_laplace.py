@@ -161,7 +161,9 @@ def train(setup: Setup, rates: Rates, remat: str) -> tuple[dict, dict]:
     terms |= optimizer(setup, rates)
     terms |= exchanges(setup, rates)
     size = 8 * setup.parameters if fsdp > 1 else 0  # weights forward and backward, gradients in float32
-    sharded = max(2 * size / rates.traffic, size * max(0.0, 1 - _chip() / fsdp) / rates.link)  # read, written; sent
+    near = _together(setup)
+    sent = _chip() / near * size * (1 - near / fsdp)  # to a chip, from others
+    sharded = max(2 * size / rates.traffic, sent / rates.link)  # read and written by a rank
     terms["FSDP"] = max(0.0, sharded - layers)
     terms["launches"] = (2 * c.layers + 3) * rates.of("launch")  # FSDP2 wraps each block: a program a block and pass
     return terms, {"FSDP": sharded - terms["FSDP"]}
@@ -181,6 +183,11 @@ def context(setup, rates, again) -> float:
 def _chip():
     """Ranks of a chip."""
     return round(1 / Rates().share)
+
+
+def _together(setup):
+    """Ranks of a chip that shard the same weights: ranks of one context are next to each other, then those of fsdp."""
+    return min(setup.axes["fsdp"], max(1, _chip() // setup.axes["context"]))
 
 
 @functools.cache
@@ -216,7 +223,7 @@ def optimizer(setup, rates) -> dict[str, float]:
 
 def exchanges(setup, rates) -> dict[str, float]:
     """Gradients to their owners in float32, weights back in bf16: of a chip, or of the instances' EFA if slower."""
-    apart, copies = ranks(setup.instances) // setup.axes["fsdp"], min(1.0, _chip() / setup.axes["fsdp"])
+    apart, copies = ranks(setup.instances) // setup.axes["fsdp"], _together(setup) / setup.axes["fsdp"]
 
     def seconds(size):
         chips = size * setup.parameters * copies * (apart - 1) / apart / rates.link

@@ -109,6 +109,15 @@ def test_terms_of_a_decode_step_by_hand(kernels):
     assert terms["launches"] == 190e-6
 
 
+@pytest.mark.parametrize(("mesh", "chips"), [({"data": 16, "fsdp": 4}, 0), ({"fsdp": 64}, 15 / 16), ({"data": 64}, 0)])
+def test_what_weights_in_shards_send(kernels, mesh, chips):
+    """Within a chip only HBM moves; over all ranks each chip gets what the other chips hold."""
+    setup = Setup("laplace-3b", mesh=tuple(mesh.items()))
+    _, hidden = plan_laplace.train(setup, trainium.Rates(instead=("link", 0.05)), "full")
+    size = 8 * setup.parameters if setup.axes["fsdp"] > 1 else 0
+    assert hidden["FSDP"] == pytest.approx(max(2 * size / (2.9e12 / 4 * 0.6), size * chips / 51.2e9))
+
+
 def test_more_instances(kernels):
     """Twice the machines and the batch: the same layers, no faster optimizer than its largest matrix, EFA."""
     one, two = (plan_laplace.plan(Setup("laplace-3b", n, batch=128 * n), "full") for n in (1, 2))
@@ -133,6 +142,7 @@ def test_a_sequence_longer_than_a_rank(kernels):
     product = 24 * 3 * 4 * 2 * 8192 * 16 * 96 * 192 / (2 * 2 * 128 * 128 * 2.4e9 * 0.66)
     sent = 24 * 2 * (2 * 10e-6 + 4 * 32 * 16 * 96 * 193 * 4 / 512e9)
     assert terms.pop("context") == pytest.approx(product + sent)
+    assert terms["gradients to owners"] == pytest.approx(4 * split.parameters / 2 * 31 / 32 / 512e9)  # a shard a chip
     others, _ = plan_laplace.train(whole, rates, "none")
     same = [name for name in others if name.endswith(("ward", "loss"))]
     assert {name: terms[name] for name in same} == pytest.approx({name: others[name] for name in same})
