@@ -310,7 +310,7 @@ def compile_step(pod, preset, tokens, batch, parallel):
     from jax.experimental import topologies
 
     from ringtide.bench.hlo import Program
-    from ringtide.models import run_folder, train
+    from ringtide.models import train
 
     pod, parallel = Pod(**pod), sharding.Parallel(**parallel)
     chip = CHIPS[pod.chip]
@@ -320,7 +320,7 @@ def compile_step(pod, preset, tokens, batch, parallel):
     except jax.errors.JaxRuntimeError as error:
         raise CompileError(f"--topology {pod.topology}: {' '.join(str(error).split())[:300]}") from None
     mesh = sharding.make_mesh(parallel, devices)
-    settings = run_folder.Settings(preset=preset, seq=tokens, batch=batch, dtype="bfloat16")
+    settings = train.Settings(preset=preset, seq=tokens, batch=batch, dtype="bfloat16")
     trainer = train.Trainer(llama.PRESETS[preset], settings, parallel, mesh)
     start = time.perf_counter()
     try:

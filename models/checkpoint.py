@@ -2,7 +2,7 @@
 
     OUT/run.json                     what the run was started with
     OUT/metrics.jsonl                one line a step
-    OUT/checkpoints/step-00000100/   state/ by orbax, manifest.json: the SHA-256 of every file of it
+    OUT/checkpoints/step-00000100/   state/ by the trainer, manifest.json: the SHA-256 of every file of it
 
 A checkpoint is written under another name and renamed when the manifest is on the disk, so kill -9 leaves it whole or
 not at all. One that was damaged afterwards fails its manifest: it is named and set aside, and the one before is used.
@@ -101,23 +101,33 @@ def _metric(raw: bytes) -> dict | None:
 
 
 def save(folder: Path, step: int, state, first=True, ready=lambda: None) -> Path:
-    """Writes checkpoint `step` (a pytree of arrays), then lets go of all but the last KEEP. Returns its folder.
-
-    Of several processes each writes its part; the `first` does the rest. ready: returns when the first has come so far.
-    Raises BadInput, one line, when it cannot be written (a full disk); then nothing has changed.
-    """
+    """`write`, of a pytree of JAX arrays, by orbax, which lets no process go on before all have written."""
     import jax
     import orbax.checkpoint as ocp
 
-    part, final = folder / f".saving-{step:08d}", folder / f"{_PREFIX}{step:08d}"
+    def fill(path):
+        with ocp.Checkpointer(ocp.StandardCheckpointHandler()) as checkpointer:
+            checkpointer.save(path.absolute(), args=ocp.args.StandardSave(state))
+
+    return write(folder, step, fill, sum(x.nbytes for x in jax.tree.leaves(state)), first, ready)
+
+
+def write(folder: Path, step: int, fill, size: int, first=True, ready=lambda: None) -> Path:
+    """Writes checkpoint `step`, then lets go of all but the last KEEP. Returns its folder.
+
+    Of several processes each fills in its part; the `first` does the rest. fill: called with a folder that is not there
+    yet, returns when all processes have written their files into it. size: bytes of them all. ready: returns when the
+    first has come so far.
+    Raises BadInput, one line, when it cannot be written (a full disk); then nothing has changed.
+    """
+    part, final = folder / f".saving-{step:08d}", place(folder, step)
     try:
         if first:
             remove(part)
             part.mkdir(parents=True)
-            _reserve(part / "room", sum(x.nbytes for x in jax.tree.leaves(state)) + (1 << 20))
+            _reserve(part / "room", size + (1 << 20))
         ready()
-        with ocp.Checkpointer(ocp.StandardCheckpointHandler()) as checkpointer:
-            checkpointer.save((part / "state").absolute(), args=ocp.args.StandardSave(state))
+        fill(part / "state")
         if not first:
             return final
         write_atomically(part / "manifest.json", json.dumps({"step": step, "files": _hashes(part / "state")}))
@@ -130,7 +140,7 @@ def save(folder: Path, step: int, state, first=True, ready=lambda: None) -> Path
         kept = f"checkpoint {steps(folder)[-1]} and those before are intact" if steps(folder) else "there is none yet"
         raise BadInput(f"checkpoint {step} could not be saved in {folder} ({reason(error)}); {kept}") from None
     for old in steps(folder)[:-KEEP]:
-        remove(folder / f"{_PREFIX}{old:08d}")
+        remove(place(folder, old))
     for damaged in folder.glob("damaged-*"):
         remove(damaged)
     return final
@@ -153,7 +163,7 @@ def find(folder: Path, warn=print, owner=True) -> int | None:
         remove(leftover)
     damaged = []
     for step in reversed(steps(folder)):
-        path = folder / f"{_PREFIX}{step:08d}"
+        path = place(folder, step)
         try:
             verify(path)
         except ValueError as error:
@@ -175,7 +185,7 @@ def read(folder: Path, step: int, like):
     """The state in checkpoint `step`. like: a pytree of jax.ShapeDtypeStruct with shardings, those of now."""
     import orbax.checkpoint as ocp
 
-    path = folder / f"{_PREFIX}{step:08d}"
+    path = place(folder, step)
     try:
         with ocp.Checkpointer(ocp.StandardCheckpointHandler()) as checkpointer:
             return checkpointer.restore((path / "state").absolute(), args=ocp.args.StandardRestore(like))
@@ -201,6 +211,11 @@ def verify(path: Path) -> None:
         if want.get(name) != have.get(name):
             what = "is missing" if name not in have else "is not in the manifest" if name not in want else "has changed"
             raise ValueError(f"state/{name} {what}")
+
+
+def place(folder: Path, step: int) -> Path:
+    """The folder of checkpoint `step`."""
+    return folder / f"{_PREFIX}{step:08d}"
 
 
 def steps(folder: Path) -> list[int]:

@@ -26,13 +26,15 @@ _LARGEST = 16 << 30  # bytes of one text file: it is read into memory whole, a .
 
 @dataclass(frozen=True)
 class Data:
-    """Tokens, integer [any length] each. `fingerprint` tells whether a resumed run sees the same data."""
+    """Tokens, integer [any length] each. `fingerprint` tells whether a resumed run sees the same data. `end`: the token
+    that ends a document, or None where there is none."""
 
     train: np.ndarray
     held_out: np.ndarray
     vocab_size: int
     fingerprint: str
     skipped: tuple[str, ...] = ()
+    end: int | None = None
 
     def batch(self, seed: int, step: int, batch: int, seq: int):
         """(tokens, targets), int32 [batch, seq] each: windows of the training tokens, targets one token later."""
@@ -133,16 +135,16 @@ def _from_folder(folder, tokenizer) -> Data:
     train, held_out = (np.concatenate(parts[held]) if parts[held] else None for held in (False, True))
     if train is None or held_out is None:  # too few files to spare one
         train, held_out = _split(train if held_out is None else held_out)
-    return Data(train, held_out, vocab_size, digest.hexdigest(), tuple(skipped))
+    return Data(train, held_out, vocab_size, digest.hexdigest(), tuple(skipped), end)
 
 
 def _from_file(path, tokenizer) -> Data:
-    encode, vocab_size, _ = _encoder(tokenizer)
+    encode, vocab_size, end = _encoder(tokenizer)
     try:
         text = _text(path)
     except (BadInput, OSError) as error:
         raise BadInput(f"--data {path}: {line(error)}") from None
-    return Data(*_split(encode(text)), vocab_size, hashlib.sha256(text.encode()).hexdigest())
+    return Data(*_split(encode(text)), vocab_size, hashlib.sha256(text.encode()).hexdigest(), end=end)
 
 
 def _from_npy(path, tokenizer) -> Data:
@@ -160,12 +162,12 @@ def _from_npy(path, tokenizer) -> Data:
         piece = np.ascontiguousarray(tokens[start : start + (1 << 24)])
         low, high = min(low, int(piece.min())), max(high, int(piece.max()))
         digest.update(piece)
-    vocab_size = _encoder(tokenizer)[1] if tokenizer is not None else high + 1
+    _, vocab_size, end = _encoder(tokenizer) if tokenizer is not None else (None, high + 1, None)
     if high >= 1 << 31:
         raise BadInput(f"--data {path}: holds token {high}, a token must be below 2^31 = {1 << 31}")
     if low < 0 or high >= vocab_size:
         raise BadInput(f"--data {path}: tokens lie in [{low}, {high}], outside the vocabulary of {vocab_size}")
-    return Data(*_split(tokens), vocab_size, digest.hexdigest())
+    return Data(*_split(tokens), vocab_size, digest.hexdigest(), end=end)
 
 
 def _text(path) -> str:

@@ -20,7 +20,7 @@ def load(folder, tokenizer=None, warn=print):
         raise BadInput(f"--ckpt {folder}: {line(error)}") from None
     ready = False  # was it trained on ready-made tokens?
     if "run.json" in names:
-        _, settings, config = run_folder.read(folder)
+        _, settings, config = run_folder.read(folder, train.KIND)
         alone = Parallel()
         trainer = train.Trainer(config, settings, alone, make_mesh(alone))
         found = checkpoint.restore(folder / "checkpoints", trainer.like(), warn, owner=False)

@@ -14,6 +14,7 @@ gradients are.
 Muon: K. Jordan, kellerjordan.github.io/posts/muon; owners and the learning rate that is AdamW's too: arXiv 2502.16982.
 """
 
+import contextlib
 import functools
 import math
 
@@ -21,6 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.overrides import TorchFunctionMode
 
 BETAS, MOMENTUM = (0.9, 0.95), 0.95
 _ROUNDS = 5  # of Newton-Schulz, torch.optim.Muon's default
@@ -42,9 +44,20 @@ class Muon:
     """
 
     def __init__(
-        self, named, initial=None, *, replicas=None, shards=None, split=None, muon=is_matrix, clip=1.0, decay=0.1
+        self,
+        named,
+        initial=None,
+        *,
+        replicas=None,
+        shards=None,
+        split=None,
+        muon=is_matrix,
+        clip=1.0,
+        decay=0.1,
+        precise=False,
     ):
         self._params, self._replicas, self._shards, self._clip = dict(named), replicas, shards, clip
+        self._precise = precise
         self._row, self._rows = _place(replicas)
         self._column, self._columns = _place(shards)
         for name, p in self._params.items():
@@ -52,8 +65,8 @@ class Muon:
                 raise ValueError(f"{name}: is {'no' if shards else 'a'} DTensor, but shards is {shards}")
         self._device = next((_local(p).device for p in self._params.values()), None)
         self._dtype = functools.reduce(torch.promote_types, (p.dtype for p in self._params.values()))
-        matrices = {name for name, p in self._params.items() if muon(name, p.shape)}
-        costs = {name: _cost(p.shape, name in matrices) for name, p in self._params.items()}
+        self._matrices = {name for name, p in self._params.items() if muon(name, p.shape)}
+        costs = {name: _cost(p.shape, name in self._matrices) for name, p in self._params.items()}
         owners = balance(costs, self._rows * self._columns)
         self.owners = {name: divmod(owner, self._columns) for name, owner in owners.items()}  # (row, column)
         # As the numbers travel: by row, in it by column of the owner.
@@ -65,7 +78,7 @@ class Muon:
         self._masters = {name: self._new_master(name, initial) for name in self.owned}
         pieces = {name: master.split(_fused(split, name, len(master))) for name, master in self._masters.items()}
         self._pieces = {name: [nn.Parameter(piece) for piece in split] for name, split in pieces.items()}
-        self._optimizers = self._new_optimizers(matrices, decay)
+        self._optimizers = self._new_optimizers(decay)
 
     @torch.no_grad()
     def step(self, lr: float) -> torch.Tensor:
@@ -76,11 +89,12 @@ class Muon:
             pieces = self._pieces[name]
             for piece, part in zip(pieces, grad.mul_(scale).split([len(p) for p in pieces]), strict=True):
                 piece.grad = part
-        for optimizer in self._optimizers:
-            for group in optimizer.param_groups:
-                group["lr"] = lr
-            optimizer.step()
-            optimizer.zero_grad()
+        with _Precise() if self._precise else contextlib.nullcontext():
+            for optimizer in self._optimizers:
+                for group in optimizer.param_groups:
+                    group["lr"] = lr
+                optimizer.step()
+                optimizer.zero_grad()
         self.publish()
         return norm
 
@@ -109,6 +123,11 @@ class Muon:
             tensors[f"{key}.master"] = piece.detach()
         return tensors
 
+    def state_bytes(self) -> int:
+        """Of all ranks together."""
+        kept = {True: 2, False: 3}  # master and momentum; master and two moments
+        return sum(4 * p.numel() * kept[name in self._matrices] for name, p in self._params.items())
+
     @torch.no_grad()
     def load(self, read) -> None:
         """From `read(key) -> tensor`, which knows what all ranks have saved, however many they were."""
@@ -133,10 +152,10 @@ class Muon:
         master = torch.empty(self._params[name].shape, dtype=torch.float32, device=self._device)
         return master if initial is None else master.copy_(initial[name])
 
-    def _new_optimizers(self, matrices, decay):
+    def _new_optimizers(self, decay):
         muon, decayed, plain = [], [], []
         for name, pieces in self._pieces.items():
-            (muon if name in matrices else decayed if pieces[0].ndim == 2 else plain).extend(pieces)
+            (muon if name in self._matrices else decayed if pieces[0].ndim == 2 else plain).extend(pieces)
         optimizers = []
         if muon:
             with_rate = {"adjust_lr_fn": "match_rms_adamw", "ns_steps": _ROUNDS}
@@ -200,6 +219,13 @@ class Muon:
     def _count(self, name, column):
         start, stop = self._range(name, column)
         return (stop - start) * math.prod(self._params[name].shape[1:])
+
+
+class _Precise(TorchFunctionMode):
+    """In it torch.optim.Muon orthogonalises in float32: it has no option for that, and casts by this one method."""
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        return args[0] if function is torch.Tensor.bfloat16 else function(*args, **(kwargs or {}))
 
 
 def balance(costs: dict[str, float], owners: int) -> dict[str, int]:

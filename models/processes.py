@@ -54,8 +54,8 @@ class Alone:
 class Link:
     """One of the processes of a run, connected to process 0, or, that one, to all others."""
 
-    def __init__(self, me: int, count: int, peers: dict):
-        self.first, self.count, self._me = me == 0, count, me
+    def __init__(self, me: int, count: int, peers: dict, shutdown, quiet: bool = False):
+        self.first, self.count, self._shutdown, self._quiet = me == 0, count, shutdown, quiet
         self._peers = peers  # process id -> _Peer
         self._leaving, self._ending = threading.Event(), threading.Lock()
         self._watcher = threading.Thread(target=self._watch, daemon=True)
@@ -87,8 +87,6 @@ class Link:
 
     def leave(self):
         """The last call where all went well: all wait for each other."""
-        import jax
-
         if self.first:
             self._gather()
         else:
@@ -96,11 +94,11 @@ class Link:
             self.tell()
         self._leaving.set()
         self._watcher.join()
-        if self.first:  # leaves last: the others' jax ends badly without its own
+        if self.first:  # leaves last: the others' framework ends badly without its own
             self._send(value="bye")
             for peer in self._peers.values():
                 peer.wait_for_end()
-        jax.distributed.shutdown()
+        self._shutdown()
         for peer in self._peers.values():
             peer.socket.close()
 
@@ -149,8 +147,9 @@ class Link:
     def _end(self, why):
         self._ending.acquire()  # for ever: one end, one line
         self._send(error=why)  # also what another said: each is connected to process 0 only
-        sys.stderr.write(f"\nError: {why}\n")
-        sys.stderr.flush()
+        if not self._quiet:
+            sys.stderr.write(f"\nError: {why}\n")
+            sys.stderr.flush()
         time.sleep(1 if self.first else 0)  # the others hear it before jax's coordinator goes with this process
         os._exit(1)  # the main thread may sit in a collective that will never return
 
@@ -202,7 +201,7 @@ def join(coordinator: str, count: int, me: int, options: dict) -> Link:
     if not 0 <= me < count:
         raise BadInput(f"--process-id {me}: must be from 0 to {count - 1}, one less than --processes")
     options = {**options, "processes": count}
-    peers = _call_roll(host, port, count, options) if me == 0 else {0: _answer(host, port, me, options)}
+    peers = _call_roll(host, port, count, options) if me == 0 else {0: answer(host, port, me, options)}
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # jax tells at length of an end that Link tells of in a line
     import jax
 
@@ -220,7 +219,7 @@ def join(coordinator: str, count: int, me: int, options: dict) -> Link:
         )
     except RuntimeError as error:
         raise BadInput(f"--coordinator {coordinator}: jax.distributed: {' '.join(str(error).split())[:200]}") from None
-    return Link(me, count, peers)
+    return Link(me, count, peers, jax.distributed.shutdown)
 
 
 def _relay(host, port):
@@ -253,7 +252,6 @@ def _relay(host, port):
 
 def _call_roll(host, port, count, options):
     """Process 0: {id: connection} of all others."""
-    deadline, peers = time.monotonic() + PATIENCE, {}
     try:
         socket.create_server((host, port + 1)).close()  # jax's, which would say it at length
         server = socket.create_server((host, port))
@@ -262,6 +260,12 @@ def _call_roll(host, port, count, options):
             f"--coordinator {host}:{port}: this process 0 cannot listen there and at the next port "
             f"({getattr(error, 'strerror', None) or error}): is another one running?"
         ) from None
+    return call_roll(server, count, options)
+
+
+def call_roll(server, count, options):
+    """Process 0, with the server that the others connect to: {id: connection} of all of them."""
+    deadline, peers = time.monotonic() + PATIENCE, {}
     try:
         with server:
             while len(peers) < count - 1:
@@ -293,7 +297,7 @@ def _call_roll(host, port, count, options):
     return peers
 
 
-def _answer(host, port, me, options):
+def answer(host, port, me, options):
     """Another process: its connection to process 0."""
     deadline = time.monotonic() + PATIENCE
     while True:

@@ -1,6 +1,7 @@
 """What defines a run, and the file that keeps it, run.json; which folders a run may not begin or go on in.
 
-All that is wrong is a BadInput of one line. The other files of a run's folder are in checkpoint.py.
+All that is wrong is a BadInput of one line. The other files of a run's folder are in checkpoint.py. Nothing here knows
+a framework: what differs between the trainers is a Kind.
 """
 
 import dataclasses
@@ -8,21 +9,20 @@ import hashlib
 import json
 import math
 import re
+from collections.abc import Callable
 from pathlib import Path
+from typing import ClassVar
 
-import jax
+from ringtide.models import BadInput, checkpoint
 
-from ringtide.models import BadInput, checkpoint, llama
-from ringtide.models.sharding import Parallel
-
-_CHOICES = {"preset": tuple(llama.PRESETS), "dtype": ("float32", "bfloat16")}
+_CHOICES = {"dtype": ("float32", "bfloat16")}
 
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """What defines a run: kept in run.json, a resumed run cannot change it. `ringtide train llama -h` explains each."""
+    """What defines a run: kept in run.json, a resumed run cannot change it. `ringtide train MODEL -h` explains each."""
 
-    preset: str = "llama-tiny"
+    preset: str
     data: str | None = None
     tokenizer: str | None = None
     init: str | None = None
@@ -37,6 +37,7 @@ class Settings:
     val_windows: int = 4
     ckpt_every: int = 100
     demo: bool = False
+    presets: ClassVar[tuple[str, ...]]  # of the model
 
     def __post_init__(self):
         for field in dataclasses.fields(self):
@@ -46,42 +47,56 @@ class Settings:
             elif kind is int:
                 fits = type(value) is int and value >= (0 if name in ("warmup", "seed") else 1)
             else:
-                fits = isinstance(value, kind) and value in _CHOICES.get(name, (value,))
+                known = self.presets if name == "preset" else _CHOICES.get(name, (value,))
+                fits = isinstance(value, kind) and value in known
             if not fits:
                 raise BadInput(f"--{name.replace('_', '-')}: {value!r} is not possible")
 
 
-def read(out):
+@dataclasses.dataclass(frozen=True)
+class Kind:
+    """The model of a run, and what is made of the parts of its run.json."""
+
+    name: str  # as in `ringtide train NAME`
+    settings: type[Settings]
+    config: Callable  # (dict) -> Config, or ValueError, KeyError, TypeError
+    parallel: type  # a dataclass: how it lies over devices
+    machine: Callable  # () -> dict: what, beside that, may change the last bits of a loss
+    model: Callable  # (Settings, vocabulary) -> (Config, initial parameters or None)
+    trainer: Callable  # (Config, Settings, parallel, mesh, token that ends a document or None) -> what loop.py runs
+
+
+def read(out, kind: Kind):
     """(what run.json says, Settings, Config). Raises BadInput, one line, whatever is wrong in it."""
+    path = out / "run.json"
     try:
-        saved = json.loads((out / "run.json").read_bytes())
-        model = dict(saved["model"])
-        if model["rope_scaling"] is not None:
-            model["rope_scaling"] = llama.Scaling(**model["rope_scaling"])
-        Parallel(**saved["parallel"])
-        if not isinstance(saved["machine"], dict) or not isinstance(saved["data_fingerprint"], str):
-            raise ValueError(f"machine {saved['machine']!r}, data_fingerprint {saved['data_fingerprint']!r}")
-        return saved, Settings(**saved["settings"]), llama.Config(**model)
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise BadInput(f"{out / 'run.json'}: not readable ({checkpoint.reason(error)})") from None
+        saved = json.loads(path.read_bytes())
+        name = saved.get("kind", "llama")  # the first runs did not say
+        if name == kind.name:
+            kind.parallel(**saved["parallel"])
+            for key, expected in {"machine": dict, "data_fingerprint": str, "tokenizer_sha256": str | None}.items():
+                if not isinstance(saved[key], expected):
+                    raise ValueError(f"{key} {saved[key]!r}")
+            return saved, kind.settings(**saved["settings"]), kind.config(dict(saved["model"]))
+    except KeyError as error:
+        raise BadInput(f"{path}: not readable (the key {error} is missing)") from None
+    except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
+        raise BadInput(f"{path}: not readable ({checkpoint.reason(error)})") from None
+    raise BadInput(f"{path}: is of `ringtide train {name}`, not of {kind.name}: take that, or another folder")
 
 
-def write(out, settings, config, parallel, data_fingerprint, tokenizer_sha256):
+def write(out, kind, settings, config, parallel, data_fingerprint, tokenizer_sha256):
     """Writes run.json: a folder that has one holds a run."""
     content = {
+        "kind": kind.name,
         "settings": dataclasses.asdict(settings),
         "model": dataclasses.asdict(config),
         "data_fingerprint": data_fingerprint,
         "tokenizer_sha256": tokenizer_sha256,
         "parallel": dataclasses.asdict(parallel),
-        "machine": machine(),
+        "machine": kind.machine(),
     }
     checkpoint.write_atomically(out / "run.json", json.dumps(content, indent=2) + "\n")
-
-
-def machine():
-    """What, beside `Parallel`, may change the last bits of a loss."""
-    return {"platform": jax.devices()[0].platform, "jax": jax.__version__}
 
 
 def sha256(path):
@@ -89,7 +104,7 @@ def sha256(path):
     return hashlib.sha256(Path(path).read_bytes()).hexdigest() if path else None
 
 
-def refuse_used(out, given, replace=False):
+def refuse_used(out, kind, given, replace=False):
     """Refuses a folder that holds anything, except that a demo replaces the demo before it (when `replace`)."""
     if not out.exists():
         return
@@ -98,7 +113,7 @@ def refuse_used(out, given, replace=False):
     # What a kill may leave behind is nothing.
     held = [path for path in out.iterdir() if not re.fullmatch(r"\.lock|\..*\.part|\.saving-gone-.*", path.name)]
     begun = (out / "run.json").is_file()
-    demo = given.get("demo") and begun and read(out)[1].demo
+    demo = given.get("demo") and begun and read(out, kind)[1].demo
     if held and not demo:
         if begun and not replace:
             with checkpoint.locked(out):  # says so if it is in use

@@ -44,6 +44,12 @@ def read(path, name, framework):
         return file.get_tensor(name)
 
 
+def names(path, framework) -> list[str]:
+    """Of the tensors in a file."""
+    with _open(path, framework) as file:
+        return list(file.keys())
+
+
 def _open(path, framework):
     from safetensors import SafetensorError, safe_open
 

@@ -2,10 +2,13 @@
 
 import json
 import os
+import select
 import subprocess
 import sys
+import tempfile
 import time
 from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 
@@ -31,37 +34,53 @@ def tpu_compiler(monkeypatch):
         monkeypatch.setenv(name, value)
 
 
+@pytest.fixture(scope="session")
+def _pool():
+    pool = _Ranks()
+    yield pool
+    pool.end()
+
+
 @pytest.fixture
-def ranks(request, tmp_path):
-    """Calls a function of the test's file in processes of torch.distributed (gloo, one thread each).
+def ranks(_pool, request, tmp_path):
+    """Calls a function of the test's file on ranks of torch.distributed (gloo, a thread each), in processes that all
+    tests share, since to start one takes seconds.
 
-    ranks(name, count, *arguments): each process calls name(rank, count, *arguments), JSON's types. Fails with what the
-    processes said where one of them fails.
+    ranks(name, count, *arguments): each calls name(rank, count, *arguments), JSON's types. Fails with what they said.
     """
-    code = (
-        "import datetime, json, runpy, sys, torch, torch.distributed as dist; "
-        "torch.set_num_threads(1); rank, file, name, count, where, timeout, rest = map(json.loads, sys.argv[1:]); "
-        "dist.init_process_group('gloo', init_method=where, rank=rank, world_size=count, "
-        "timeout=datetime.timedelta(seconds=timeout)); "
-        "runpy.run_path(file)[name](rank, count, *rest); dist.barrier(); dist.destroy_process_group()"
+    calls = iter(range(1000))
+    return lambda name, count, *arguments, timeout=300: _pool.call(
+        count, [str(request.path), name, count, f"file://{tmp_path}/ranks-{next(calls)}", arguments], timeout
     )
-    started = []
 
-    def call(name, count, *arguments, timeout=100):
-        given = [str(request.path), name, count, f"file://{tmp_path}/{len(started)}", timeout, arguments]
-        command, given, said = [sys.executable, "-c", code], list(map(json.dumps, given)), []
-        for i in range(count):
-            said.append(open(tmp_path / f"rank-{len(started)}", "w+"))  # noqa: SIM115  a pipe may fill up
-            started.append(subprocess.Popen([*command, str(i), *given], stdout=said[-1], stderr=subprocess.STDOUT))
-        processes, deadline = started[-count:], time.monotonic() + timeout
-        while (codes := [process.poll() for process in processes]) != [0] * count:
-            if any(codes) or time.monotonic() > deadline:
+
+class _Ranks:
+    def __init__(self):
+        self.processes, self.said = [], []
+
+    def call(self, count, task, timeout):
+        for rank in range(len(self.processes), count):
+            self.said.append(tempfile.TemporaryFile("w+"))  # noqa: SIM115  a pipe may fill up
+            command = [sys.executable, str(Path(__file__).parent / "rank.py"), str(rank)]
+            pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": self.said[-1], "text": True}
+            self.processes.append(subprocess.Popen(command, **pipes))
+        at_work, deadline = self.processes[:count], time.monotonic() + timeout
+        for process in at_work:
+            process.stdin.write(json.dumps(task) + "\n")
+            process.stdin.flush()
+        waiting = {process.stdout: process for process in at_work}
+        while waiting:
+            ready, _, _ = select.select(list(waiting), [], [], max(0.0, deadline - time.monotonic()))
+            if not ready or any(pipe.readline() != "done\n" for pipe in ready):
                 time.sleep(1)  # what the others say of it
-                texts = [(file.seek(0), file.read())[1][-3000:] for file in said]
-                pytest.fail(f"exit codes {codes}\n" + "\n".join(texts))
-            time.sleep(0.05)
+                texts = [(file.seek(0), file.read())[1][-3000:] for file in self.said]
+                self.end()
+                pytest.fail(f"{'failed' if ready else f'not done in {timeout} s'}\n" + "\n".join(texts))
+            for pipe in ready:
+                del waiting[pipe]
 
-    yield call
-    for process in started:
-        process.kill()
-        process.wait()
+    def end(self):
+        for process in self.processes:
+            process.kill()
+            process.communicate()
+        self.processes, self.said = [], []

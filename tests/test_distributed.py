@@ -177,7 +177,7 @@ def call(count, *others, patience=20):
             said[i] = str(error)
 
     calls = [(processes._call_roll, "127.0.0.1", number, count, {"seq": 64})]
-    calls += [(processes._answer, "127.0.0.1", number, i, options) for i, options in others]
+    calls += [(processes.answer, "127.0.0.1", number, i, options) for i, options in others]
     threads = [threading.Thread(target=attend, args=(i, *x)) for i, x in enumerate(calls)]
     for thread in threads:
         thread.start()
@@ -227,7 +227,7 @@ def test_a_stranger_is_no_process(monkeypatch):
 def test_no_coordinator_is_one_line(monkeypatch):
     monkeypatch.setattr(processes, "PATIENCE", 0.5)
     with pytest.raises(BadInput, match=r"process 0 cannot be reached within 0.5 s \(Connection refused\)"):
-        processes._answer("127.0.0.1", port(), 1, {})
+        processes.answer("127.0.0.1", port(), 1, {})
 
 
 def test_a_port_in_use_is_one_line():

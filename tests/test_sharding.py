@@ -13,10 +13,9 @@ from jax.sharding import PartitionSpec as P
 
 from ringtide.cli import train as cli
 from ringtide.models import BadInput, llama, sharding
-from ringtide.models.run_folder import Settings
 from ringtide.models.sharding import Parallel, make_mesh
 from ringtide.models.tokenwise import tokenwise
-from ringtide.models.train import Trainer
+from ringtide.models.train import Settings, Trainer
 
 SEQ, BATCH = 48, 4
 CONFIG = dataclasses.replace(llama.PRESETS["llama-micro"], dim=128, heads=4, kv_heads=2, tied=False)

@@ -18,7 +18,7 @@ import pytest
 from click.testing import CliRunner
 
 from ringtide.cli import main
-from ringtide.models import BadInput, checkpoint, run_folder, sharding
+from ringtide.models import BadInput, checkpoint, run_folder, sharding, train
 
 TEXT = "".join(f"def f{i}(x):\n    return x * {i * i} + {i % 7}\n\n" for i in range(2000))
 STEPS = 200
@@ -396,6 +396,7 @@ def test_a_full_disk_at_the_start_is_one_line(cli, tmp_path, text, monkeypatch):
         (("parallel", "strategy"), "rings"),
         (("parallel",), []),
         (("machine",), []),
+        (("tokenizer_sha256",), 3),
     ],
 )
 def test_a_strange_run_json_is_one_line(cli, run, place, value):
@@ -405,6 +406,15 @@ def test_a_strange_run_json_is_one_line(cli, run, place, value):
     inner[place[-1]] = value
     (run / "run.json").write_text(json.dumps(content))
     assert "run.json: not readable (" in refused(cli("train", "llama", "--out", run, "--resume"))
+
+
+@pytest.mark.parametrize("key", ["tokenizer_sha256", "parallel"])
+def test_a_run_json_without_a_key_is_one_line(cli, run, key):
+    content = json.loads((run / "run.json").read_text())
+    del content[key]
+    (run / "run.json").write_text(json.dumps(content))
+    message = refused(cli("train", "llama", "--out", run, "--resume"))
+    assert message == f"Error: {run / 'run.json'}: not readable (the key '{key}' is missing)"
 
 
 @pytest.mark.parametrize("left", [".run.json.part", ".saving-gone-checkpoints", ".lock"])
@@ -421,7 +431,7 @@ def test_a_demo_is_one_until_all_of_it_is_replaced(tmp_path, done, monkeypatch):
     (demo / "run.json").write_text(json.dumps(saved))
     gone = []
     monkeypatch.setattr(checkpoint, "remove", lambda path: gone.append(path.name))
-    run_folder.refuse_used(demo, {"demo": True}, replace=True)
+    run_folder.refuse_used(demo, train.KIND, {"demo": True}, replace=True)
     assert gone[-1] == "run.json"
     assert len(gone) > 3
 
