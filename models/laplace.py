@@ -21,6 +21,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from ringtide.models import check_number
+from ringtide.models.laplace_autograd import convolve, cross_entropy
 from ringtide.torch import gla, gla_decode_step_
 
 GATE_RANK = 16  # of the two matrices that make the gates; fla's configuration has no name for it
@@ -70,7 +71,6 @@ PRESETS = {
     "laplace-micro": Config(layers=2, dim=32, ff_dim=64, heads=2, kv_heads=2, key_dim=8, value_dim=16),
     "laplace-3b": Config(50304, 24, 3072, 8192, 16, 16, 96, 192, tied=False),
 }
-LOSS_CHUNK = 1024  # tokens whose logits exist at a time
 
 
 class RMSNorm(nn.Module):
@@ -131,14 +131,8 @@ class GatedLinearAttention(nn.Module):
 
         same: bool [B, T, W - 1], whether the token r = 1 ... W - 1 before belongs to the same text; None: all do.
         """
-        w = torch.cat([taps.weight for taps in (self.q_conv1d, self.k_conv1d, self.v_conv1d)]).float()  # [E, 1, W]
-        W = w.shape[-1]
-        T = x.shape[1] - (W - 1)
-        y = x[:, W - 1 :].float() * w[:, 0, W - 1]
-        for r in range(1, W):
-            tap = x[:, W - 1 - r : W - 1 - r + T].float()
-            y = y + (tap if same is None else torch.where(same[..., r - 1, None], tap, 0)) * w[:, 0, W - 1 - r]
-        return F.silu(y).to(x.dtype)
+        w = torch.cat([taps.weight for taps in (self.q_conv1d, self.k_conv1d, self.v_conv1d)])  # [E, 1, W]
+        return F.silu(convolve(x, w[:, 0].mT.float().contiguous(), same)).to(x.dtype)
 
     def heads(self, qkv, g):
         """[..., E] and the gates -> q, k [..., N, K], v [..., N, V], g [..., N, K]."""
@@ -202,7 +196,7 @@ class LaplaceForCausalLM(nn.Module):
         """Logits, or the loss, or a step of a cache, of tokens int [B, T].
 
         targets: int [B, T] -> the sum of the cross-entropy in nats over targets of at least 0, a float32 scalar. Never
-            more than LOSS_CHUNK logits exist, each computed once.
+            more than 1,024 tokens' logits exist, each computed once.
         cache: see `new_cache` -> (float32 logits [B, vocabulary] after each row's last token, the cache after it).
         neither -> float32 logits [B, T, vocabulary].
         segment_ids: int [B, T]: a change of id begins a text that sees nothing before it; negative: padding, which
@@ -343,41 +337,6 @@ def new_cache(config: Config, rows: int, dtype=torch.bfloat16, device=None) -> d
 def state_bytes(config: Config, dtype=torch.bfloat16) -> int:
     """Bytes that a sequence takes in a cache, however long it is."""
     return sum(x.nbytes for x in new_cache(config, 1, dtype, "meta").values())
-
-
-class _CrossEntropy(torch.autograd.Function):
-    """Finds the gradients with the loss, a chunk of tokens after the other: no logit is kept or computed again."""
-
-    @staticmethod
-    def forward(ctx, h, weight, targets):
-        total = torch.zeros((), device=h.device)
-        grads = any(ctx.needs_input_grad)
-        dh = torch.empty_like(h) if grads else None
-        dw = torch.zeros_like(weight, dtype=torch.float32) if grads else None
-        for at in range(0, len(h), LOSS_CHUNK):
-            x, t = h[at : at + LOSS_CHUNK], targets[at : at + LOSS_CHUNK, None]
-            counts, t = t >= 0, t.clamp_min(0)
-            z = (x @ weight.T).float()  # [chunk, vocabulary]
-            lse = z.logsumexp(-1, keepdim=True)
-            total += torch.where(counts, lse - z.gather(1, t), 0).sum()
-            if grads:
-                p = z.sub_(lse).exp_().scatter_add_(1, t, z.new_full(t.shape, -1)).mul_(counts).to(h.dtype)
-                dh[at : at + LOSS_CHUNK] = p @ weight
-                dw += p.T @ x
-        if grads:
-            ctx.save_for_backward(dh, dw.to(weight.dtype))
-        return total
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx, d):
-        dh, dw = ctx.saved_tensors
-        return dh * d.to(dh.dtype), dw * d.to(dw.dtype), None
-
-
-def cross_entropy(h, weight, targets):
-    """The sum in nats, over targets [M] of at least 0, of hidden states h [M, D] unembedded by weight [V, D]."""
-    return _CrossEntropy.apply(h, weight, targets)
 
 
 def initial_weights(config: Config, seed: int):

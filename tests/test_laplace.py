@@ -15,7 +15,7 @@ torch = pytest.importorskip("torch")
 
 from safetensors.torch import load_file, save_file  # noqa: E402
 
-from ringtide.models import BadInput, laplace, laplace_weights  # noqa: E402
+from ringtide.models import BadInput, laplace, laplace_autograd, laplace_weights  # noqa: E402
 from ringtide.models.laplace import PRESETS, Config, LaplaceForCausalLM, init_weights, new_cache  # noqa: E402
 
 GOLDENS = Path(__file__).parent / "goldens"
@@ -139,7 +139,7 @@ def gradients(model, tokens, targets, **options):
 
 
 def test_the_loss_is_that_of_all_logits(model, monkeypatch):
-    monkeypatch.setattr(laplace, "LOSS_CHUNK", 24)
+    monkeypatch.setattr(laplace_autograd, "LOSS_CHUNK", 24)
     tokens, targets = tokens_of(2, 50), tokens_of(2, 50, seed=1)
     targets[0, 7:9] = -1
     loss, found = gradients(model, tokens, targets)
@@ -170,11 +170,11 @@ def test_the_loss_never_holds_all_logits():
                     self.size = max(self.size, x.numel())
             return out
 
-    h = torch.randn(50 * laplace.LOSS_CHUNK, 2, requires_grad=True)
+    h = torch.randn(50 * laplace_autograd.LOSS_CHUNK, 2, requires_grad=True)
     weight = torch.randn(512, 2, requires_grad=True)
     with Largest() as largest:
-        laplace.cross_entropy(h, weight, torch.zeros(len(h), dtype=torch.long)).backward()
-    assert largest.size == laplace.LOSS_CHUNK * 512
+        laplace_autograd.cross_entropy(h, weight, torch.zeros(len(h), dtype=torch.long)).backward()
+    assert largest.size == laplace_autograd.LOSS_CHUNK * 512
 
 
 @pytest.mark.slow
