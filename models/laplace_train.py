@@ -62,9 +62,11 @@ class Trainer:
 
     def restore(self, checkpoints, step):
         """The state in a checkpoint, of however many ranks it was."""
-        read = reader(checkpoints, step)
         state = self._state()
-        state["opt"].load(read)
+        try:
+            state["opt"].load(reader(checkpoints, step))
+        except ValueError as error:  # whole, but of another model
+            raise _unfit(checkpoints, step, error) from None
         return {**state, "step": step}
 
     def save(self, checkpoints, step, state, link):
@@ -182,21 +184,35 @@ def build(config, tensors) -> laplace.LaplaceForCausalLM:
 
 
 def reader(checkpoints, step):
-    """key -> tensor, of all that the ranks wrote into checkpoint `step`."""
+    """key -> tensor, of all that the ranks wrote into checkpoint `step`. Raises ValueError for what is not there."""
     folder = checkpoint.place(checkpoints, step) / "state"
     where = {key: path for path in sorted(folder.glob("*.safetensors")) for key in tensor_files.names(path, "pt")}
 
     def read(key):
         if key not in where:
-            raise BadInput(f"checkpoint {folder.parent} does not fit its run.json ({key} is missing)")
+            raise ValueError(f"{key} is missing")
         return tensor_files.read(where[key], key, "pt")
 
     return read
 
 
 def _masters(checkpoints, step, config):
-    read = reader(checkpoints, step)
-    return {name: read(f"{name}.master") for name in _shapes(config)}
+    """{name: float32 tensor}, whole."""
+    try:
+        read = reader(checkpoints, step)
+        tensors = {name: read(f"{name}.master") for name in _shapes(config)}
+        for name, shape in _shapes(config).items():
+            if tensors[name].shape != shape:
+                raise ValueError(f"{name} has shape {list(tensors[name].shape)}, expected {list(shape)}")
+    except ValueError as error:
+        raise _unfit(checkpoints, step, error) from None
+    return tensors
+
+
+def _unfit(checkpoints, step, error):
+    if isinstance(error, BadInput):
+        return error
+    return BadInput(f"checkpoint {checkpoint.place(checkpoints, step)} does not fit its run.json ({error})")
 
 
 def _shapes(config):

@@ -130,7 +130,10 @@ class Muon:
 
     @torch.no_grad()
     def load(self, read) -> None:
-        """From `read(key) -> tensor`, which knows what all ranks have saved, however many they were."""
+        """From `read(key) -> tensor`, which knows what all ranks have saved, however many they were.
+
+        Raises ValueError where one has another shape.
+        """
         of_piece = {
             id(piece): optimizer
             for optimizer in self._optimizers
@@ -140,12 +143,14 @@ class Muon:
         for key, piece in self._keyed():
             optimizer = of_piece[id(piece)]
             muon = isinstance(optimizer, torch.optim.Muon)
-            state = {
-                what: read(f"{key}.{what}") for what in (["momentum_buffer"] if muon else ["exp_avg", "exp_avg_sq"])
-            }
-            state = {what: x.to(self._device) for what, x in state.items()}
+            like_it = ("momentum_buffer",) if muon else ("exp_avg", "exp_avg_sq")
+            tensors = {what: read(f"{key}.{what}") for what in ("master", *like_it)}
+            for what, x in tensors.items():
+                if x.shape != piece.shape:
+                    raise ValueError(f"{key}.{what} has shape {list(x.shape)}, expected {list(piece.shape)}")
+            piece.copy_(tensors.pop("master"))
+            state = {what: x.to(self._device) for what, x in tensors.items()}
             optimizer.state[piece] = state if muon else {"step": read(f"{key}.step"), **state}
-            piece.copy_(read(f"{key}.master"))
         self.publish()
 
     def _new_master(self, name, initial):
