@@ -84,7 +84,8 @@ def curve(out):
 @pytest.fixture(scope="module")
 def uninterrupted(text, tmp_path_factory):
     out = tmp_path_factory.mktemp("runs") / "whole"
-    code, said, err = finish(start(out, "--data", text, *RUN))
+    without_torch = "import sys; sys.modules['torch'] = None"
+    code, said, err = finish(start(out, "--data", text, *RUN, before=without_torch))
     assert code == 0, err
     assert "unigram" in said
     return out
