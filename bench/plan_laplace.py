@@ -23,9 +23,8 @@ import math
 
 from ringtide.bench.trainium import ASSUMED, PUBLISHED, SCENARIOS, Rates, decode_kernel, kernels, ranks
 from ringtide.models import BadInput
+from ringtide.models.ranks import AXES, REMAT
 
-REMATS = "none", "full"
-AXES = "data", "fsdp", "context"
 C = 128  # tokens of a chunk of the kernels
 STATE = 42  # bytes of traffic a parameter that its owner updates: gradient, clipped, moments, master, weight
 
@@ -100,8 +99,6 @@ class Setup:
 def check(setup: Setup) -> None:
     """Raises BadInput, one line, for what the mesh or the kernels cannot hold."""
     there, axes, c = ranks(setup.instances), setup.axes, setup.config
-    if extra := sorted(axes.keys() - set(AXES)):
-        raise BadInput(f"--mesh: a Laplace has no axis {extra[0]}; expected sizes of {', '.join(AXES)}")
     if (size := math.prod(axes.values())) != there:
         raise BadInput(f"--mesh: holds {size} ranks, {setup.instances} x trn2.48xlarge have {there} logical cores")
     if setup.batch % (rows := axes["data"] * axes["fsdp"]):
@@ -302,12 +299,12 @@ def limit() -> float:
 
 
 def plan_remat(setup) -> str:
-    """The first of REMATS that fits, or the last."""
-    return next((r for r in REMATS if sum(memory(setup, r)["train"].values()) <= limit()), REMATS[-1])
+    """The first of REMAT that fits, or the last."""
+    return next((r for r in REMAT if sum(memory(setup, r)["train"].values()) <= limit()), REMAT[-1])
 
 
 def plan(setup: Setup, remat=None) -> dict:
-    """What is predicted, with its terms and ranges. remat: None takes the first of REMATS that fits."""
+    """What is predicted, with its terms and ranges. remat: None takes the first of REMAT that fits."""
     check(setup)
     remat = remat or plan_remat(setup)
     used = memory(setup, remat)

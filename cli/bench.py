@@ -241,6 +241,44 @@ def recall(runs, corpus, megabytes, distances, count, seed, as_json, plot):
 
 
 @command.command()
+@click.option("--recipe", default="trn2-laplace-3b-serve", show_default=True, metavar="NAME", help="Of recipes/.")
+@click.option("--scale-down", is_flag=True, help="A tiny model and few sequences, for this machine.")
+@click.option("--ckpt", type=click.Path(path_type=Path), help="A run or a model to serve.  [random weights]")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+def serve(recipe, scale_down, ckpt, as_json):
+    """Sequences of random lengths that come and go in a pool of states: the machine's speed, measured.
+
+    Under torchrun each rank serves its share with a copy of the weights. `ringtide plan --recipe` predicts the step.
+    """
+    if find_spec("torch") is None:
+        raise click.ClickException("torch is not installed: pip install 'ringtide[torch]'")
+    from ringtide import recipes
+    from ringtide.models import BadInput
+
+    serving = [name for name in recipes.NAMES if recipes.load(name).serve]
+    if recipe not in serving:
+        raise click.UsageError(f"--recipe {recipe}: expected one that serves: {', '.join(serving)}")
+    found = recipes.load(recipe)
+    found = found.scaled_down() if scale_down else found
+    options = dict(found.serve)
+    sequences, dtype = options.pop("sequences"), options.pop("dtype")
+    try:
+        from ringtide.bench import serve as bench
+        from ringtide.models import laplace_generate
+        from ringtide.models.ranks import device
+
+        slots, ranks = bench.share(sequences)
+        if ckpt:
+            model = laplace_generate.load(ckpt, warn=_say)[0].to(device())
+        else:
+            model = bench.make(found.model, dtype, slots, device())
+        row = {"recipe": recipe, "ranks": ranks, "device": device().type, **bench.run(model, slots, **options)}
+    except BadInput as error:
+        raise click.ClickException(str(error)) from None
+    click.echo(json.dumps(row) if as_json else bench.text(row))
+
+
+@command.command()
 @click.option("--preset", default="laplace-tiny", show_default=True, help="Of a Laplace, with random weights.")
 @click.option("--prompt", "prompts", multiple=True, type=click.IntRange(1), help="Repeat.  [512, 2048, 8192, 32768]")
 @click.option("--rows", default=1, show_default=True, type=click.IntRange(1), help="Sequences that a step decodes.")

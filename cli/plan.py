@@ -83,17 +83,17 @@ def _trainium(options, as_json, plot):
     os.environ["RINGTIDE_NKI"] = "simulator"
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # small matrices: threads only wait for one another
     from ringtide.bench import plan_laplace, plan_laplace_text
-    from ringtide.cli.train import axes_of
+    from ringtide.cli.training import axes_of
     from ringtide.models import BadInput, laplace
 
     preset, remat = options["preset"], options["remat"]
     if preset not in laplace.PRESETS:
         raise click.UsageError(f"PRESET {preset}: expected one of {', '.join(laplace.PRESETS)}")
-    if remat not in (None, *plan_laplace.REMATS):
-        raise click.UsageError(f"--remat {remat}: on trn2 expected {' or '.join(plan_laplace.REMATS)}")
+    if remat not in (None, *plan_laplace.REMAT):
+        raise click.UsageError(f"--remat {remat}: on trn2 expected {' or '.join(plan_laplace.REMAT)}")
     if (tokens := _tokens(options["tokens"] or "4K")) is None:
         raise click.UsageError("--tokens max: is for TPUs; on trn2 say how many, as 4K")
-    mesh = tuple(axes_of(options["mesh"]).items()) if options["mesh"] else ()
+    mesh = tuple(axes_of(options["mesh"], plan_laplace.AXES).items()) if options["mesh"] else ()
     given = {name: options[name] for name in ("instances", "batch", "sequences") if options[name]}
     try:
         found = plan_laplace.plan(plan_laplace.Setup(preset, seq=tokens, mesh=mesh, **given), remat)

@@ -265,7 +265,7 @@ def test_laplace_tiny_has_a_plan_too(kernels):
         (["laplace-3b", "--remat", "offload"], "--remat offload: on trn2 expected none or full"),
         (["laplace-3b", "--tokens", "max"], "--tokens max: is for TPUs"),
         (["laplace-3b", "--mesh", "data=16"], "--mesh: holds 16 ranks, 1 x trn2.48xlarge have 64 logical cores"),
-        (["laplace-3b", "--mesh", "ulysses=64"], "--mesh: a Laplace has no axis ulysses; expected sizes of data, fsdp"),
+        (["laplace-3b", "--mesh", "ulysses=64"], "--mesh ulysses=64: expected sizes of data, fsdp, context"),
         (["laplace-3b", "--mesh", "data=64", "--batch", "96"], "--batch 96: must be a multiple of 64, data x fsdp"),
         (["laplace-3b", "--instances", "3"], "--tokens 4096: must be a multiple of 3, context of the mesh"),
         (["laplace-3b", "--plot", "nowhere/x.png"], "--plot nowhere/x.png: expected a .png"),
