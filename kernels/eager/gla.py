@@ -33,7 +33,8 @@ import torch
 from torch.nn.functional import pad
 
 CHUNK = 64  # tokens
-SLAB = 32  # chunks of a head that are worked on at once, all heads and rows together
+SLAB = 8  # chunks of a head that are worked on at once, all heads and rows together
+CACHE = 1 << 18  # numbers of the states that a decode step works on at a time
 
 
 def forward(q, k, v, g, h0, *, scale, cu_seqlens=None, chunk=CHUNK, slab=SLAB):
@@ -47,12 +48,13 @@ def forward(q, k, v, g, h0, *, scale, cu_seqlens=None, chunk=CHUNK, slab=SLAB):
     """
     plan = _Plan(q, v, h0, cu_seqlens, chunk, slab)
     q, k, v, g = map(plan.pack, (q, k, v, g))
-    o = torch.empty_like(v)
+    o = v.new_empty(v.shape)
     S, hT = plan.begin(h0)
-    for tokens, chunks in plan.slabs():
-        x = _Chunks(*(plan.split(x, tokens) for x in (q, k, v, g)), scale)
-        states, S = _states(x, S, h0, hT, plan, chunks)
-        plan.join(o, tokens, torch.baddbmm(x.scores() @ x.v, x.q_prefix, states.flatten(0, 2)))
+    for part in plan.slabs():
+        qs, ks, vs, decay = (plan.split(x, part) for x in (q, k, v, g))
+        A, _, prefix, suffix = _scores(qs.mul_(scale), ks, decay.exp_())
+        entering, S = _states(ks.mul_(suffix), vs, prefix, S, h0, hT, plan, part)
+        plan.join(o, part, torch.baddbmm(A @ vs, qs.mul_(prefix), entering.flatten(0, 2)))
     return plan.unpack(o), plan.end(S, hT)
 
 
@@ -60,106 +62,120 @@ def backward(q, k, v, g, h0, do, dhT, *, scale, cu_seqlens=None, chunk=CHUNK, sl
     """Gradients of `forward`: do [B, T, N, V] in v.dtype, dhT as h0 -> (dq, dk, dv, dg, dh0), as q, k, v, g, h0."""
     plan = _Plan(q, v, h0, cu_seqlens, chunk, slab)
     q, k, v, g, do = map(plan.pack, (q, k, v, g, do))
-    dq, dk, dv, dg = map(torch.empty_like, (q, k, v, g))
     S, hT = plan.begin(h0)
-    entering = []
-    for tokens, chunks in plan.slabs():
-        x = _Chunks(*(plan.split(x, tokens) for x in (q, k, v, g)), scale)
-        states, S = _states(x, S, h0, hT, plan, chunks)
-        entering.append(states)
+    states = []
+    for part in plan.slabs():
+        ks, vs, decay = (plan.split(x, part) for x in (k, v, g))
+        *_, (_, prefix, suffix) = _levels(decay.exp_())
+        entering, S = _states(ks.mul_(suffix), vs, prefix, S, h0, hT, plan, part)
+        states.append(entering)
+    grads = [x.new_empty(x.shape) for x in (q, k, v, g)]
     D, dh0 = plan.begin(dhT)
-    for tokens, chunks in reversed(list(plan.slabs())):
-        x = _Chunks(*(plan.split(x, tokens) for x in (q, k, v, g)), scale)
-        do_ = plan.split(do, tokens).flatten(0, 2)
-        S = entering.pop()
-        leaving, D = _state_gradients(x, do_, D, dhT, dh0, plan, chunks)
-        grads = _chunk_gradients(x, do_, S.flatten(0, 2), leaving.flatten(0, 2), scale)
-        for whole, part in zip((dq, dk, dv, dg), grads, strict=True):
-            plan.join(whole, tokens, part)
-    return *map(plan.unpack, (dq, dk, dv, dg)), plan.end(D, dh0)
+    for part in reversed(list(plan.slabs())):
+        qs, ks, vs, decay, dos = (plan.split(x, part) for x in (q, k, v, g, do))
+        A, levels, prefix, suffix = _scores(qs.mul_(scale), ks, decay.exp_(), keep=True)
+        leaving, D = _state_gradients(qs * prefix, dos, prefix, D, dhT, dh0, plan, part)
+        S, D_ = states.pop().flatten(0, 2), leaving.flatten(0, 2)
+        parts = _gradients(qs, ks, vs, A, levels, prefix, suffix, S, dos, D_)
+        for whole, x in zip(grads, (parts[0].mul_(scale), *parts[1:]), strict=True):
+            plan.join(whole, part, x)
+    return *map(plan.unpack, grads), plan.end(D, dh0)
 
 
-class _Chunks:
-    """The chunks of a slab, M = chunks * B * N of them: q (scaled), k, g [M, C, K], v [M, C, V], and their decays."""
-
-    def __init__(self, q, k, v, g, scale):
-        self.shape = q.shape[:3]
-        q, k, self.v, g = (x.flatten(0, 2) for x in (q, k, v, g))
-        self.q, self.k = q * scale, k
-        self.prefix = g.exp()  # inclusive, over the block of the level reached
-        self.suffix = torch.ones_like(g)  # exclusive
-        self.levels = []  # (m, E, Y)
-        m = 1
-        while m < g.shape[1]:
-            E = _join(_left(self.suffix, m), _right(self.prefix, m))
-            self.levels.append((m, E, E * _join(_left(self.k, m), _right(self.q, m))))
-            first, second = _left(self.prefix, m)[:, :, -1:].clone(), _right(self.prefix, m)[:, :, -1:].clone()
-            _left(self.suffix, m).mul_(second)
-            _right(self.prefix, m).mul_(first)
-            m *= 2
-        self.q_prefix, self.k_suffix = self.q * self.prefix, self.k * self.suffix
-        self.total = self.prefix[:, -1].reshape(*self.shape, -1, 1)  # [chunks, B, N, K, 1]
-
-    def scores(self):
-        """A [M, C, C]: what each token reads of each."""
-        A = torch.diag_embed((self.q * self.k).sum(-1))
-        for m, _, Y in self.levels:
-            left, right = _left(Y, m), _right(Y, m)
-            _met(A, m).copy_(right @ left.mT)
-        return A
+def _scores(q, k, decay, keep=False):
+    """(A [M, C, C], what each token reads of each; keep: each level's (m, E, Y); prefix and suffix of the chunk)."""
+    M, C, _ = q.shape
+    A = q.new_zeros(M, C, C)
+    A.diagonal(dim1=1, dim2=2).copy_((q * k).sum(-1))  # a token reads itself, undecayed
+    kept = []
+    for m, prefix, suffix in _levels(decay):
+        if m == C:
+            break
+        Y = torch.empty_like(k)
+        left, right = _halves(Y, m)
+        torch.mul(_left(k, m), _left(suffix, m), out=left)
+        torch.mul(_right(q, m), _right(prefix, m), out=right)
+        _met(A, m).copy_((right * left).sum(-1)[..., None] if m == 1 else right @ left.mT)
+        if keep:
+            kept.append((m, _join(_left(suffix, m), _right(prefix, m)), Y))
+    return A, kept, prefix, suffix
 
 
-def _states(x, S, h0, hT, plan, chunks):
-    """(the states that enter the chunks [chunks, B, N, K, V], the one that leaves the last)."""
-    leaving = (x.k_suffix.mT @ x.v).unflatten(0, x.shape)
+def _levels(decay):
+    """Yields (m, inclusive prefix, exclusive suffix): products of decay [M, C, K] inside blocks of m = 1, 2, ..., C
+    tokens. Both are changed in place from one to the next."""
+    m, prefix, suffix = 1, decay, torch.ones_like(decay)
+    while True:
+        yield m, prefix, suffix
+        if m == decay.shape[1]:
+            return
+        left, right = _halves(prefix, m)
+        _left(suffix, m).mul_(right[:, :, -1:])
+        right.mul_(left[:, :, -1:])
+        m *= 2
+
+
+def _states(k, v, prefix, S, h0, hT, plan, part):
+    """(the states that enter the chunks [chunks, B, N, K, V], the one that leaves the last); k: decayed by suffix."""
+    leaving, total = plan.by_chunk(k.mT @ v), plan.by_chunk(prefix[:, -1, :, None])
     entering = torch.empty_like(leaving)
-    for i, c in enumerate(range(*chunks)):
+    for i, c in enumerate(part):
         plan.enter(c, S, h0, entering[i])
-        S = leaving[i].addcmul_(x.total[i], entering[i])
-    plan.leave(chunks, leaving, hT)
+        S = leaving[i].addcmul_(total[i], entering[i])
+    plan.leave(part, leaving, hT)
     return entering, S
 
 
-def _state_gradients(x, do, D, dhT, dh0, plan, chunks):
-    """(gradients of the states that leave the chunks, of the state that enters the first)."""
-    entering = (x.q_prefix.mT @ do).unflatten(0, x.shape)
+def _state_gradients(q, do, prefix, D, dhT, dh0, plan, part):
+    """(gradients of the states that leave the chunks, of the state that enters the first); q: decayed by prefix."""
+    entering, total = plan.by_chunk(q.mT @ do), plan.by_chunk(prefix[:, -1, :, None])
     leaving = torch.empty_like(entering)
-    for i, c in reversed(list(enumerate(range(*chunks)))):
+    for i, c in reversed(list(enumerate(part))):
         plan.enter_last(c, D, dhT, leaving[i])
-        D = entering[i].addcmul_(x.total[i], leaving[i])
-    plan.leave_first(chunks, entering, dh0)
+        D = entering[i].addcmul_(total[i], leaving[i])
+    plan.leave_first(part, entering, dh0)
     return leaving, D
 
 
-def _chunk_gradients(x, do, S, D, scale):
-    """S: the states that enter the chunks, D: the gradients of those that leave them, [M, K, V]."""
-    C = do.shape[1]
-    dv = x.scores().mT @ do + x.k_suffix @ D
-    dA = do @ x.v.mT
+def _gradients(q, k, v, A, levels, prefix, suffix, S, do, D):
+    """(dq, dk, dv, dg) of the chunks; [M, K, V]: S, the states that enter, D, the gradients of those that leave."""
+    dA = do @ v.mT
     diagonal = dA.diagonal(dim1=1, dim2=2)[..., None]
-    slope_q, slope_k = do @ S.mT, x.v @ D.mT
-    dq = slope_q * x.prefix + diagonal * x.k
-    dk = slope_k * x.suffix + diagonal * x.q
-    # Gradients of the sums of gates of the whole chunk, prefix and suffix; the last prefix decays the state too.
-    d_prefix, d_suffix = slope_q * x.q_prefix, slope_k * x.k_suffix
-    d_prefix[:, C - 1] += x.total.flatten(0, 2)[..., 0] * (S * D).sum(-1)
-    for m, E, Y in reversed(x.levels):
-        met, left, right = _met(dA, m), _left(Y, m), _right(Y, m)
-        dY = _join(met.mT @ right, met @ left)
-        dX = dY * E
-        _left(dk, m).add_(_left(dX, m))
-        _right(dq, m).add_(_right(dX, m))
-        _to_gates(d_prefix, d_suffix, dY * Y, m)
-    return dq * scale, dk, dv, d_prefix
+    dq, dk = diagonal * k, diagonal * q
+    # The sums of gates over the whole chunk: what q reads of S, what D reads of k, and the decay of S itself.
+    dS, dD = (do @ S.mT).mul_(prefix), (v @ D.mT).mul_(suffix)
+    dq += dS
+    dk += dD
+    d_prefix, d_suffix = dS.mul_(q), dD.mul_(k)
+    d_prefix[:, -1].addcmul_(prefix[:, -1], torch.einsum("mkv,mkv->mk", S, D))
+    dv = torch.baddbmm(A.mT @ do, k * suffix, D)
+    for m, E, Y in reversed(levels):
+        dY = _meet(_met(dA, m), Y, m)
+        _left(dk, m).addcmul_(_left(dY, m), _left(E, m))
+        _right(dq, m).addcmul_(_right(dY, m), _right(E, m))
+        _to_halves(d_prefix, d_suffix, m)
+        _left(d_suffix, m).addcmul_(_left(dY, m), _left(Y, m))
+        _right(d_prefix, m).addcmul_(_right(dY, m), _right(Y, m))
+    return dq, dk, dv, d_prefix
 
 
-def _to_gates(d_prefix, d_suffix, d_level, m):
-    """From the sums over blocks of 2 m tokens to those over blocks of m, in place, and what level m adds to these."""
-    p0, p1, s0 = _left(d_prefix, m), _right(d_prefix, m), _left(d_suffix, m)
-    p0[:, :, -1] += p1.sum(2)  # a right prefix held the left total
-    p1[:, :, -1] += s0.sum(2)  # a left suffix held the right total
-    p1 += _right(d_level, m)
-    s0 += _left(d_level, m)
+def _meet(met, Y, m):
+    """dY: of the right blocks met @ left, of the left ones met^T @ right."""
+    M, C, K = Y.shape
+    if m == 1:
+        left, right = _halves(Y, 1)
+        return _join(met * right, met * left)
+    both = met.new_zeros(M, C // (2 * m), 2, m, 2, m)
+    both[:, :, 1, :, 0].copy_(met)
+    both[:, :, 0, :, 1].copy_(met.mT)
+    return (both.view(-1, 2 * m, 2 * m) @ Y.view(-1, 2 * m, K)).view(M, C, K)
+
+
+def _to_halves(d_prefix, d_suffix, m):
+    """Gradients of sums of gates over blocks of 2 m tokens -> of those over blocks of m, in place."""
+    left, right = _halves(d_prefix, m)
+    left[:, :, -1] += right.sum(2)  # a right prefix held the left total
+    right[:, :, -1] += _left(d_suffix, m).sum(2)  # a left suffix held the right total
 
 
 def _left(x, m):
@@ -171,8 +187,12 @@ def _right(x, m):
     return x.unflatten(1, (-1, 2, m))[:, :, 1]
 
 
+def _halves(x, m):
+    return x.unflatten(1, (-1, 2, m)).unbind(2)
+
+
 def _join(left, right):
-    """The inverse of (_left, _right)."""
+    """The inverse of `_halves`."""
     return torch.stack((left, right), 2).flatten(1, 3)
 
 
@@ -186,7 +206,8 @@ class _Plan:
     """How the tokens fall into chunks and slabs, and which state enters a chunk."""
 
     def __init__(self, q, v, h0, cu_seqlens, chunk, slab):
-        self.T, self.dtype = q.shape[1], h0.dtype
+        (self.B, self.T, self.N, _), self.dtype = q.shape, h0.dtype
+        self.first = self.last = None
         self.C = C = min(chunk, 1 << max(self.T - 1, 0).bit_length())
         self.packed, self.slab = cu_seqlens is not None, slab
         self.count = -(-self.T // C)
@@ -207,10 +228,8 @@ class _Plan:
             self.here = here
 
     def slabs(self):
-        """((first token, last token), (first chunk, last chunk)), both ends exclusive, of each slab."""
-        for c in range(0, self.count, self.slab):
-            end = min(c + self.slab, self.count)
-            yield (c * self.C, end * self.C), (c, end)
+        """The range of chunks of each slab."""
+        return (range(c, min(c + self.slab, self.count)) for c in range(0, self.count, self.slab))
 
     def pack(self, x):
         """[B, T, N, d] -> the same with the sequences moved apart."""
@@ -221,18 +240,26 @@ class _Plan:
     def unpack(self, x):
         return x[:, self.place] if self.packed else x
 
-    def split(self, x, tokens):
-        """The slab [chunks, B, N, C, d] of x, zero-padded: a token of zeros leaves the state as it is."""
-        x = x[:, tokens[0] : tokens[1]].to(self.dtype)
-        if short := tokens[1] - tokens[0] - x.shape[1]:
+    def split(self, x, part):
+        """The slab [M, C, d] of x, M = chunks * B * N, a copy; zero-padded: zeros leave the state as it is."""
+        x = x[:, part.start * self.C : part.stop * self.C]
+        if short := len(part) * self.C - x.shape[1]:
             x = pad(x, (0, 0, 0, 0, 0, short))
-        return x.unflatten(1, (-1, self.C)).permute(1, 0, 3, 2, 4).contiguous()
+        x = x.unflatten(1, (-1, self.C)).permute(1, 0, 3, 2, 4)
+        return x.to(self.dtype, copy=True, memory_format=torch.contiguous_format).flatten(0, 2)
 
-    def join(self, whole, tokens, x):
+    def by_chunk(self, x):
+        """[M, ...] -> [chunks, B, N, ...]"""
+        return x.unflatten(0, (-1, self.B, self.N))
+
+    def join(self, whole, part, x):
         """Writes the slab x [M, C, d] to where `split` found it."""
-        there = whole[:, tokens[0] : tokens[1]]
-        x = x.unflatten(0, (-1, whole.shape[0], whole.shape[2])).permute(1, 0, 3, 2, 4).flatten(1, 2)
-        there.copy_(x[:, : there.shape[1]])
+        there = whole[:, part.start * self.C : part.stop * self.C]
+        x = self.by_chunk(x).permute(1, 0, 3, 2, 4)
+        if there.shape[1] == len(part) * self.C:
+            there.unflatten(1, (-1, self.C)).copy_(x)
+        else:
+            there.copy_(x.flatten(1, 2)[:, : there.shape[1]])
 
     def begin(self, h):
         """(the state to begin with, where sequences leave theirs: a row each, and one for chunks without a sequence)"""
@@ -241,7 +268,7 @@ class _Plan:
         return torch.zeros_like(h[:1]), torch.cat((h, h.new_zeros(1, *h.shape[1:])))
 
     def end(self, S, states):
-        return states[:-1] if self.packed else S.clone()
+        return states[:-1].clone() if self.packed else S.clone()
 
     def enter(self, c, S, h0, out):
         out.copy_(torch.where(self.first[c], h0[self.here[c]], S) if self.packed else S)
@@ -249,75 +276,75 @@ class _Plan:
     def enter_last(self, c, D, dhT, out):
         out.copy_(torch.where(self.last[c], dhT[self.here[c]], D) if self.packed else D)
 
-    def leave(self, chunks, states, hT):
+    def leave(self, part, states, hT):
+        self._leave(self.last, part, states, hT)
+
+    def leave_first(self, part, grads, dh0):
+        self._leave(self.first, part, grads, dh0)
+
+    def _leave(self, which, part, states, out):
         if self.packed:
-            self._leave(self.last, chunks, states, hT)
-
-    def leave_first(self, chunks, grads, dh0):
-        if self.packed:
-            self._leave(self.first, chunks, grads, dh0)
-
-    def _leave(self, which, chunks, states, out):
-        c = slice(*chunks)
-        row = torch.where(which[c], self.sequence[c], out.shape[0] - 1)
-        out.index_copy_(0, row, states[:, 0])
-
-
-def decode_step(q, k, v, g, state, slot_ids, has_initial_state, *, scale):
-    """One token for each of B sequences whose states live in a pool; `state` is left as it is.
-
-    q, k, g: [B, N, K], v: [B, N, V], state: [slots, N, K, V].  slot_ids: [B] integers below slots, distinct; a row of
-    a negative one is all zeros, touches nothing and returns 0; None: row b is slot b.  has_initial_state: [B] bool,
-    False reads the slot as zeros; None: all True.  Returns (out [B, N, V] in v.dtype, state).
-    """
-    state = state.clone()
-    return decode_step_(q, k, v, g, state, slot_ids, has_initial_state, scale=scale), state
+            c = slice(part.start, part.stop)
+            row = torch.where(which[c], self.sequence[c], out.shape[0] - 1)
+            out.index_copy_(0, row, states[:, 0])
 
 
 def decode_step_(q, k, v, g, state, slot_ids, has_initial_state, *, scale):
-    """`decode_step` that changes `state` in place. Returns out."""
-    rows = None if slot_ids is None else slot_ids >= 0
-    out, S = _token(q, k, v, g, _read(state, slot_ids, has_initial_state), scale)
-    if rows is None:
-        state.copy_(S)
-        return out.to(v.dtype)
-    _write(state, slot_ids, S)
-    return torch.where(rows[:, None, None], out, 0).to(v.dtype)
+    """One token for each of B sequences whose states live in a pool, which is changed in place.
+
+    q, k, g: [B, N, K], v: [B, N, V], state: [slots, N, K, V].  slot_ids: [B] integers below slots, distinct; a row of
+    a negative one is all zeros, touches nothing and returns 0; None: row b is slot b.  has_initial_state: [B] bool,
+    False reads the slot as zeros; None: all True.  Returns out [B, N, V] in v.dtype.
+    """
+    q, k, decay, values = q.to(state.dtype) * scale, k.to(state.dtype), g.exp(), v.to(state.dtype)
+    if slot_ids is not None and state.device.type != "cpu":
+        return _decode_without_waiting(q, k, values, decay, state, slot_ids, has_initial_state).to(v.dtype)
+    rows = None if slot_ids is None else (slot_ids >= 0).nonzero()[:, 0]
+    out = torch.zeros_like(values)
+    count = len(q) if rows is None else len(rows)
+    few = max(CACHE // state[0].numel(), 1)
+    for i in range(0, count, few):
+        block = slice(i, i + few) if rows is None else rows[i : i + few]
+        S = state[block] if rows is None else state.index_select(0, slot_ids[block])
+        if has_initial_state is not None:
+            S.masked_fill_(~has_initial_state[block][:, None, None, None], 0)
+        out[block] = _token_(q[block], k[block], values[block], decay[block], S)
+        if rows is not None:
+            state.index_copy_(0, slot_ids[block], S)
+    return out.to(v.dtype)
 
 
-def _token(q, k, v, g, S, scale):
-    S = torch.addcmul(S * g.exp()[..., None], k.to(S.dtype)[..., None], v.to(S.dtype)[..., None, :])
-    q = (q.to(S.dtype) * scale)[..., None, :]
-    return (q @ S)[..., 0, :], S
-
-
-def _read(state, slot_ids, has_initial_state):
-    """The states of the rows, as a copy."""
-    S = state if slot_ids is None else state[slot_ids.clamp(min=0)]
+def _decode_without_waiting(q, k, v, decay, state, slot_ids, has_initial_state):
+    """On an accelerator the host does not know which rows have a slot, and a row without one may not write to any: two
+    writes to one place have no order. So it does all over again what the first row with a slot does; two equal writes
+    need none. If there is no such row either, the first row writes slot 0 as it is: its token is all zeros."""
+    used = slot_ids >= 0
+    row = torch.where(used, torch.arange(len(q), device=q.device), used.int().argmax())
+    slots = slot_ids[row].clamp(min=0)
+    S = state.index_select(0, slots)
     if has_initial_state is not None:
-        S = torch.where(has_initial_state[:, None, None, None], S, 0)
-    return S
+        S.masked_fill_(~(has_initial_state[row] | ~used[row])[:, None, None, None], 0)
+    out = _token_(q[row], k[row], v[row], decay[row], S)
+    state.index_copy_(0, slots, S)
+    return torch.where(used[:, None, None], out, 0)
 
 
-def _write(state, slot_ids, S):
-    """Writes the rows S to their slots. Two writes to one place have no order, so a row without a slot may not write
-    to any: each slot asks for its row instead."""
-    slots = state.shape[0]
-    row = slot_ids.new_full((slots + 1,), -1, dtype=torch.long)
-    row[torch.where(slot_ids >= 0, slot_ids, slots).long()] = torch.arange(len(slot_ids), device=state.device)
-    row = row[:slots]
-    state.copy_(torch.where((row >= 0)[:, None, None, None], S[row.clamp(min=0)], state))
+def _token_(q, k, v, decay, S):
+    """out [B, N, V]; S [B, N, K, V] is changed in place. A matmul a head: what a row gives does not depend on B."""
+    S.mul_(decay[..., None]).addcmul_(k[..., None], v[..., None, :])
+    return (q[..., None, :] @ S)[..., 0, :]
 
 
 def decode_step_backward(q, k, v, g, state, slot_ids, has_initial_state, dout, dnew, *, scale):
-    """Gradients of `decode_step`: dout as out, dnew as state -> (dq, dk, dv, dg, dstate)."""
-    S = _read(state, slot_ids, has_initial_state)
-    D = dnew if slot_ids is None else dnew[slot_ids.clamp(min=0)]
+    """Gradients of a `decode_step_` that gave (out, new pool), of the pool before it and the tokens: dout [B, N, V] in
+    v.dtype, dnew as state -> (dq, dk, dv, dg, dstate)."""
+    S, D = state, dnew
     if slot_ids is not None:
         used = (slot_ids >= 0)[:, None, None]
         q, k, v, g, dout = (torch.where(used, x, 0) for x in (q, k, v, g, dout))
-        D = torch.where(used[..., None], D, 0)
-        S = torch.where(used[..., None], S, 0)
+        S, D = (torch.where(used[..., None], x[slot_ids.clamp(min=0)], 0) for x in (S, D))
+    if has_initial_state is not None:
+        S = torch.where(has_initial_state[:, None, None, None], S, 0)
     qf, kf, vf, do = (x.to(S.dtype) for x in (q, k, v, dout))
     decay = g.exp()[..., None]
     decayed = S * decay
@@ -330,9 +357,7 @@ def decode_step_backward(q, k, v, g, state, slot_ids, has_initial_state, dout, d
     dS = decay * D
     if has_initial_state is not None:
         dS = torch.where(has_initial_state[:, None, None, None], dS, 0)
-    if slot_ids is None:
-        dstate = dS
-    else:
-        dstate = dnew.clone()
-        _write(dstate, slot_ids, dS)
-    return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), dg, dstate
+    if slot_ids is not None:  # one more slot, for the rows that have none
+        slots = torch.where(slot_ids < 0, len(state), slot_ids)
+        dS = torch.cat((dnew, dnew[:1])).index_copy_(0, slots, dS)[:-1]
+    return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), dg, dS
