@@ -73,6 +73,16 @@ PRESETS = {
 }
 
 
+def silu(x):
+    """x sigmoid(x). Without gradients, an element's bits do not depend on where it stands: PyTorch's own function takes
+    the last few of a tensor on a CPU through another exponential.
+    """
+    if torch.is_grad_enabled():
+        return F.silu(x)
+    y = x.float()
+    return (y / (1 + torch.exp(-y))).to(x.dtype)
+
+
 class RMSNorm(nn.Module):
     """x [..., dim] over its root mean square, in float32."""
 
@@ -85,7 +95,7 @@ class RMSNorm(nn.Module):
         """With `gate`, like x: times silu(gate) before it is rounded to x.dtype."""
         y = x.float()
         y = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + self.eps) * self.weight.float()
-        return (y if gate is None else y * F.silu(gate.float())).to(x.dtype)
+        return (y if gate is None else y * silu(gate.float())).to(x.dtype)
 
 
 class Taps(nn.Module):
@@ -132,7 +142,7 @@ class GatedLinearAttention(nn.Module):
         same: bool [B, T, W - 1], whether the token r = 1 ... W - 1 before belongs to the same text; None: all do.
         """
         w = torch.cat([taps.weight for taps in (self.q_conv1d, self.k_conv1d, self.v_conv1d)])  # [E, 1, W]
-        return F.silu(convolve(x, w[:, 0].mT.float().contiguous(), same)).to(x.dtype)
+        return silu(convolve(x, w[:, 0].mT.float().contiguous(), same)).to(x.dtype)
 
     def heads(self, qkv, g):
         """[..., E] and the gates -> q, k [..., N, K], v [..., N, V], g [..., N, K]."""
@@ -153,7 +163,7 @@ class MLP(nn.Module):
         self.down_proj = nn.Linear(config.ff_dim, config.dim, bias=False)
 
     def forward(self, x):
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        return self.down_proj(silu(self.gate_proj(x)) * self.up_proj(x))
 
 
 class Block(nn.Module):

@@ -355,6 +355,18 @@ def test_a_sequence_split_over_ranks(ranks):
     ranks("split_over_ranks", 2)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_activation_of_an_element_does_not_depend_on_its_place(dtype):
+    x = torch.randn(200, 1, 37, generator=torch.Generator().manual_seed(0)).to(dtype).expand(200, 7, 37).contiguous()
+    with torch.no_grad():
+        y = torch.stack([laplace.silu(rows) for rows in x])
+    equal(y, y[:, :1].expand_as(y).contiguous())
+    torch.testing.assert_close(y, torch.nn.functional.silu(x))
+    with torch.no_grad():
+        extreme = laplace.silu(torch.tensor([-1e30, -100.0, 0.0, 100.0, 1e30], dtype=dtype))
+    torch.testing.assert_close(extreme, torch.tensor([0.0, 0.0, 0.0, 100.0, 1e30], dtype=dtype))
+
+
 # The step of a server.
 
 

@@ -4,8 +4,10 @@
 
 A step takes a chunk of up to `rows` waiting prompts, the oldest first, and one token of every running sequence. Both
 parts have the same shapes in every step: [rows, chunk] tokens, of which some are padding, and [slots] tokens, of which
-some are dead. A prompt is cut from its own beginning. So the logits of a sequence depend on its tokens alone, bit for
-bit: not on what else is in the pool, nor on its slot, nor on when it came.
+some are dead. A prompt is cut from its own beginning. So the logits of a sequence depend on its tokens alone: not on
+what else is in the pool, nor on its slot, nor on when it came. Bit for bit, where a row of a matrix product does not
+depend on its place: tried for a CPU, PyTorch 2.13, up to 8 threads and widths that are multiples of 16 (at 12 threads
+it does for some). Elsewhere to rounding.
 
 A slot is zeroed when its sequence is removed: the next one begins from nothing, and what was read is not kept.
 """
