@@ -58,7 +58,7 @@ class Trainer:
 
     def fresh(self, seed: int, params=None):
         """The state before the first step: random, or of the given {name: float32 tensor}."""
-        return self._state(dict(laplace.initial_weights(self.config, seed)) if params is None else params)
+        return self._state(laplace.initial_weights(self.config, seed) if params is None else params.items())
 
     def restore(self, checkpoints, step):
         """The state in a checkpoint, of however many ranks it was."""
@@ -96,8 +96,9 @@ class Trainer:
 
     @torch.no_grad()
     def validate(self, params, windows) -> float:
-        """Mean loss over held-out (tokens, targets), int [count, T] each, as many at a time as in a step."""
-        group, total = self.settings.batch, 0.0
+        """Mean loss over held-out (tokens, targets), int [count, T] each, at most as many at a time as in a step."""
+        ranks = self.parallel.batch
+        group, total = -(-min(self.settings.batch, len(windows[0])) // ranks) * ranks, 0.0
         for start in range(0, len(windows[0]), group):
             tokens, targets = (x[start : start + group] for x in windows)
             short = ((0, group - len(tokens)), (0, 0))
@@ -130,11 +131,10 @@ class Trainer:
             laplace_weights.save(out / "model", model, masters)
 
     def _state(self, initial=None):
-        """initial: {name: float32 tensor}, None: they will be loaded."""
-        mesh = self.mesh
-        shapes = _shapes(self.config)
-        empty = lambda name: torch.empty(shapes[name], dtype=self.dtype, device=mesh.device)
-        model = build(self.config, {n: initial[n].to(mesh.device, self.dtype) if initial else empty(n) for n in shapes})
+        """initial: (name, float32 tensor) of all parameters, None: they will be loaded."""
+        mesh, shapes = self.mesh, _shapes(self.config)
+        empty = {name: torch.empty(shape, dtype=self.dtype, device=mesh.device) for name, shape in shapes.items()}
+        model = build(self.config, empty)
         if mesh.shards is not None:
             over = DeviceMesh.from_group(mesh.shards, mesh.device.type)
             float32 = MixedPrecisionPolicy(reduce_dtype=torch.float32)

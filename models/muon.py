@@ -36,11 +36,13 @@ def is_matrix(name: str, shape) -> bool:
 class Muon:
     """The optimizer of a model whose parameters are replicated, or FSDP2's DTensors (all of them, on dimension 0).
 
-    named: (name, parameter) of all parameters, the same on all ranks. initial: {name: float32 tensor, whole}: the
-    masters, which the owners copy; None: `load` will bring them. replicas: ProcessGroup of the ranks that hold the same
-    (shards of) parameters and other gradients, None: this rank alone. shards: that of FSDP2, None: not sharded.
-    split: {name: rows of each of the matrices that are fused in it}, which Muon takes one by one.
-    clip: the norm of all gradients is at most this. decay: weight decay of what has two dimensions.
+    named: (name, parameter) of all parameters, the same on all ranks. initial: (name, tensor) of all of them, whole:
+    the owners make them their masters, then all ranks their weights; None: `load` will do that. replicas: ProcessGroup
+    of the ranks that hold the same (shards of) parameters and other gradients, None: this rank alone. shards: that of
+    FSDP2, None: not sharded. split: {name: rows of each of the matrices that are fused in it}, which Muon takes one by
+    one. clip: the norm of all gradients is at most this. decay: weight decay of what has two dimensions. precise:
+    Newton-Schulz in float32, not in bfloat16: slower on an accelerator, but what the number of ranks changes in the
+    last bits of a gradient then stays in the last bits of the weights.
     """
 
     def __init__(
@@ -75,10 +77,16 @@ class Muon:
             for row in range(self._rows)
         ]
         self.owned = self._order[self._row][self._column]
-        self._masters = {name: self._new_master(name, initial) for name in self.owned}
+        empty = lambda name: torch.empty(self._params[name].shape, dtype=torch.float32, device=self._device)
+        self._masters = {name: empty(name) for name in self.owned}
         pieces = {name: master.split(_fused(split, name, len(master))) for name, master in self._masters.items()}
         self._pieces = {name: [nn.Parameter(piece) for piece in split] for name, split in pieces.items()}
         self._optimizers = self._new_optimizers(decay)
+        if initial is not None:
+            for name, tensor in initial:
+                if name in self._masters:
+                    self._masters[name].copy_(tensor)
+            self.publish()
 
     @torch.no_grad()
     def step(self, lr: float) -> torch.Tensor:
@@ -152,10 +160,6 @@ class Muon:
             state = {what: x.to(self._device) for what, x in tensors.items()}
             optimizer.state[piece] = state if muon else {"step": read(f"{key}.step"), **state}
         self.publish()
-
-    def _new_master(self, name, initial):
-        master = torch.empty(self._params[name].shape, dtype=torch.float32, device=self._device)
-        return master if initial is None else master.copy_(initial[name])
 
     def _new_optimizers(self, decay):
         muon, decayed, plain = [], [], []

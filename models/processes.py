@@ -4,9 +4,10 @@
     jax.distributed at HOST:PORT+1                              arrays over the devices of all
     a line of JSON each way, every BEAT seconds at least        tell, agree, any_of
 
-jax by itself would abort with a stack trace, or hang inside a collective, when a process ends. Here a thread of each
-process watches the connection. Whoever ends tells why, if it can; a connection that closes, or is silent for SILENCE
-seconds, is an end too. Then every process says so in one line and exits with 1.
+For torch.distributed, ranks.py does the same. Either by itself would abort with a stack trace, or hang inside a
+collective, when a process ends. Here a thread of each process watches the connection. Whoever ends tells why, if it
+can; a connection that closes, or is silent for SILENCE seconds, is an end too. Then every process says so in one line
+and exits with 1.
 """
 
 import contextlib

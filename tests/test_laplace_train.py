@@ -23,11 +23,11 @@ from ringtide.cli import main, train_laplace  # noqa: E402
 from ringtide.models import BadInput, checkpoint, laplace, laplace_train, laplace_weights, processes, ranks  # noqa: E402
 
 CONFIG = laplace.PRESETS["laplace-micro"]
-RUN = {"preset": "laplace-micro", "seq": 48, "batch": 4, "steps": 12, "warmup": 3, "lr": 0.01}
-RUN |= {"val_every": 6, "val_windows": 5, "ckpt_every": 4}
-LONG = {**RUN, "steps": 60, "lr": 0.003, "val_every": 30, "ckpt_every": 3}
-MESHES = {"data=4": {"data": 4}, "fsdp=4": {"fsdp": 4}, "context=4": {"context": 4}}
-MESHES |= {"data=2,fsdp=2": {"data": 2, "fsdp": 2}, "fsdp=2,context=2": {"fsdp": 2, "context": 2}}
+RUN = {"preset": "laplace-micro", "seq": 48, "batch": 4, "steps": 8, "warmup": 3, "lr": 0.01}
+RUN |= {"val_every": 4, "val_windows": 5, "ckpt_every": 4}
+LONG = {**RUN, "steps": 40, "lr": 0.003, "val_every": 20, "ckpt_every": 3}
+MESHES = {"data=4": {"data": 4}, "context=4": {"context": 4}, "data=2,fsdp=2": {"data": 2, "fsdp": 2}}
+MESHES |= {"fsdp=2,context=2": {"fsdp": 2, "context": 2}}
 ONE = ranks.Parallel()
 
 
@@ -123,9 +123,9 @@ def test_four_ranks_learn_what_one_learns_and_resume_bitwise(ranks, whole, text,
     weights, want = (laplace_weights.load(path / "model") for path in (tmp_path / "data=4", whole["short"]))
     for (name, p), q in zip(weights.named_parameters(), want.parameters(), strict=True):
         torch.testing.assert_close(p, q, rtol=0, atol=1e-4, msg=name)
-    files = list((checkpoint.place(tmp_path / "bfloat16" / "checkpoints", 12) / "state").iterdir())
+    files = list((checkpoint.place(tmp_path / "bfloat16" / "checkpoints", 8) / "state").iterdir())
     assert sorted(file.name for file in files) == [f"rank-{i:05d}.safetensors" for i in range(4)]
-    read = laplace_train.reader(tmp_path / "bfloat16" / "checkpoints", 12)
+    read = laplace_train.reader(tmp_path / "bfloat16" / "checkpoints", 8)
     assert read("lm_head.weight.master" if not CONFIG.tied else "model.embeddings.weight.master").dtype == torch.float32
 
 
@@ -186,8 +186,8 @@ def test_when_a_rank_is_killed_all_end_and_the_run_goes_on(whole, text, tmp_path
 
 def test_what_was_learnt(whole, text):
     found = lines(whole["long"])
-    assert [line["step"] for line in found] == list(range(61))
-    assert [line["step"] for line in found if "val_loss" in line] == [0, 30, 60]
+    assert [line["step"] for line in found] == list(range(41))
+    assert [line["step"] for line in found if "val_loss" in line] == [0, 20, 40]
     assert found[-1]["val_loss"] < 0.6 * found[0]["val_loss"]
     assert (whole["long"] / "loss.png").read_bytes().startswith(b"\x89PNG")
 
@@ -200,12 +200,12 @@ def test_a_damaged_checkpoint_is_named_and_resumed_before_it_bitwise(whole, text
     else:
         train(out, {**RUN, "data": str(text), "dtype": dtype})
     before, model = lines(out), laplace_weights.load(out / "model")
-    [file] = (checkpoint.place(out / "checkpoints", 12) / "state").iterdir()
+    [file] = (checkpoint.place(out / "checkpoints", 8) / "state").iterdir()
     raw = bytearray(file.read_bytes())
     raw[len(raw) // 2] ^= 1
     file.write_bytes(raw)
     said = train(out, {}, resume=True)
-    assert "step-00000012 is damaged (state/rank-00000.safetensors has changed): using the one before" in said[0]
+    assert "step-00000008 is damaged (state/rank-00000.safetensors has changed): using the one before" in said[0]
     assert lines(out) == before
     for p, q in zip(model.parameters(), laplace_weights.load(out / "model").parameters(), strict=True):
         assert torch.equal(p, q)
@@ -217,9 +217,9 @@ def test_a_checkpoint_of_another_model_is_one_line(whole, tmp_path):
         saved = json.loads((out / "run.json").read_text())
         saved["model"][name] = value
         (out / "run.json").write_text(json.dumps(saved))
-        with pytest.raises(BadInput, match=rf"step-00000012 does not fit its run.json \(.* {message}"):
+        with pytest.raises(BadInput, match=rf"step-00000008 does not fit its run.json \(.* {message}"):
             train(out, {}, resume=True)
-        with pytest.raises(BadInput, match=rf"step-00000012 does not fit its run.json \(.* {message}"):
+        with pytest.raises(BadInput, match=rf"step-00000008 does not fit its run.json \(.* {message}"):
             laplace_train.load(out)
 
 
