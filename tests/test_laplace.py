@@ -3,6 +3,8 @@
 import copy
 import dataclasses
 import json
+import os
+import runpy
 import shutil
 import subprocess
 import sys
@@ -531,6 +533,22 @@ def test_broken_files_are_named(folder):
         laplace_weights.load(folder)
     with pytest.raises(BadInput, match="No such file"):
         laplace_weights.load(folder / "nowhere")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["laplace", "laplace-conv"])
+def test_live_against_fla(tmp_path, monkeypatch, name):
+    """Theirs in; ours out; theirs again."""
+    # transformers looks for a package called kernels, and `python -m pytest` would show it our folder of that name.
+    monkeypatch.setattr(sys, "path", [p for p in sys.path if p not in ("", os.getcwd())])
+    pytest.importorskip("fla.models.gla", reason="the live comparison needs flash-linear-attention, as make_laplace.py")
+    make = runpy.run_path(str(GOLDENS / "make_laplace.py"))
+    tokens, want, _, _ = make["make"](name, tmp_path / "theirs", seed=5)
+    model = laplace_weights.load(tmp_path / "theirs")
+    close(model(tokens), want, 1e-5)
+    laplace_weights.save(tmp_path / "ours", model)
+    theirs = make["GLAForCausalLM"].from_pretrained(tmp_path / "ours")
+    close(theirs(tokens, use_cache=False).logits, want)
 
 
 @pytest.mark.parametrize(
