@@ -217,7 +217,7 @@ def _decode(q, k, v, g, state, slot_ids, has_initial_state, scale, implementatio
 
 def _tokens(q, k, v, g, axes):
     """(q, k, v, g, the dtype of gates and states, sizes), checked, and cast as autocast wants it."""
-    if isinstance(q, torch.Tensor) and torch.is_autocast_enabled(q.device.type):
+    if isinstance(q, torch.Tensor) and ops.autocast(q.device.type):
         dtype = torch.get_autocast_dtype(q.device.type)
         q, k, v = (x.to(dtype) if isinstance(x, torch.Tensor) else x for x in (q, k, v))
     sizes = {}

@@ -51,8 +51,15 @@ def _reason(name, q, cu_seqlens):
 
 def _call(implementation, function, q, *args, **options):
     kernel = getattr(import_module(KERNELS[implementation]), function)
+    if not autocast(q.device.type):
+        return kernel(q, *args, **options)
     with torch.autocast(q.device.type, enabled=False):  # float32 stays float32
         return kernel(q, *args, **options)
+
+
+def autocast(device_type) -> bool:
+    """Is autocast on for the device?"""
+    return torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type)
 
 
 # --- the operators ----------------------------------------------------------------------------------------------------
