@@ -264,6 +264,17 @@ def test_prompts_from_the_command_line(model, folder):
     assert said.stdout.endswith("\n")
 
 
+def test_a_run_and_the_model_it_wrote_say_the_same(tmp_path):
+    (tmp_path / "text.txt").write_text("to be or not to be, " * 200)
+    options = ["--preset", "laplace-micro", "--data", tmp_path / "text.txt", "--steps", 2, "--seq", 16]
+    said = CliRunner().invoke(main, ["train", "laplace", "--out", str(tmp_path / "run"), *map(str, options)])
+    assert said.exit_code == 0, said.output
+    one, other = run(tmp_path / "run", "--prompt", "to "), run(tmp_path / "run" / "model", "--prompt", "to ")
+    assert one.exit_code == 0, one.output
+    assert one.stdout_bytes == other.stdout_bytes
+    assert one.stdout.startswith("to ")
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
