@@ -258,10 +258,10 @@ def test_the_presets_are_those_of_the_paper_and_of_the_published_recipe():
 @pytest.mark.usefixtures("tpu_compiler")
 @pytest.mark.parametrize(("remat", "offloaded"), [("attention", 0), ("offload", 1), ("offload-all", 2)])
 def test_the_step_compiles_for_a_pod_and_offloads_what_it_says(remat, offloaded):
-    """By the compiler's account, for v5p: as many [B, T, D] a layer in the host's memory."""
+    """By the compiler's account, for v5p: as many [B, T, D] a layer in the host's memory. (Two are no loop to it.)"""
     from jax.experimental import topologies
 
-    config = dataclasses.replace(CONFIG, dim=256, ff_dim=512, heads=2, kv_heads=1, head_dim=128)
+    config = dataclasses.replace(CONFIG, layers=3, dim=256, ff_dim=512, heads=2, kv_heads=1, head_dim=128)
     parallel = Parallel(context=4, remat=remat)
     mesh = make_mesh(parallel, topologies.get_topology_desc(platform="tpu", topology_name="v5p:2x2x1").devices)
     settings = Settings(seq=4 * 4096, batch=1, dtype="bfloat16")
