@@ -112,18 +112,19 @@ class Memory(MambaBase):
             x = self.layer.convolve(line[None])[0, at - (W - 1)]
             taps[block] = line[last].mT.to(taps.dtype)
         q, k, v, g = self.layer.heads(x[:T], g[:T])
-        S = torch.where(old[:, None, None, None], states[block], 0)
         if decodes:
-            out[:decodes] = gla_decode_step_(*(y[:decodes] for y in (q, k, v, g)), S[:decodes])
+            tokens = (y[:decodes] for y in (q, k, v, g))
+            slots = dict(slot_ids=block[:decodes], has_initial_state=old[:decodes])
+            out[:decodes] = gla_decode_step_(*tokens, states, **slots)
         if decodes < rows:
-            o, S[decodes:] = chunk_gla(
+            block, old = block[decodes:], old[decodes:, None, None, None]
+            o, states[block] = chunk_gla(
                 *(y[None, decodes:] for y in (q, k, v, g)),
-                initial_state=S[decodes:],
+                initial_state=torch.where(old, states[block], 0),
                 output_final_state=True,
                 cu_seqlens=begin[decodes:] - decodes,
             )
             out[decodes:T] = o[0]
-        states[block] = S
 
 
 @torch.library.custom_op("ringtide::laplace_vllm_mix", mutates_args=("out",))
@@ -168,7 +169,10 @@ class LaplaceForVLLM(LaplaceForCausalLM, HasInnerState, IsAttentionFree):
         return self.lm_head(hidden_states).float()
 
     def load_weights(self, weights):
-        return AutoWeightsLoader(self).load_weights(weights)
+        # fla has two names for this norm, by whether it is fused.
+        return AutoWeightsLoader(self).load_weights(
+            (n.replace(".g_norm.", ".g_norm_swish_gate."), w) for n, w in weights
+        )
 
 
 def _name(layer):

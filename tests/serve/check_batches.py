@@ -1,6 +1,7 @@
 """The mixing of one layer under vLLM's batches, without its engine: equal to whole sequences, whatever the schedule."""
 
 import random
+from dataclasses import replace
 from math import prod
 from types import SimpleNamespace
 
@@ -8,8 +9,8 @@ import pytest
 import torch
 from vllm.v1.attention.backends.linear_attn import LinearAttentionMetadata
 
-from ringtide.models.laplace import PRESETS, Config, GatedLinearAttention, _whole
-from ringtide.models.laplace_vllm import Memory, Settings, state_shapes
+from ringtide.models.laplace import PRESETS, Config, GatedLinearAttention, LaplaceForCausalLM, _whole, init_weights
+from ringtide.models.laplace_vllm import LaplaceForVLLM, Memory, Settings, state_shapes
 
 SHAPES = {
     "as it is": Config(dim=16, heads=2, kv_heads=2, key_dim=4, value_dim=6),
@@ -19,6 +20,7 @@ SHAPES = {
 
 
 @pytest.mark.parametrize("config", SHAPES.values(), ids=SHAPES)
+@torch.no_grad()
 def test_any_schedule_equals_whole_sequences(config):
     """Rows of one token and of many, blocks reused by other sequences and full of NaN when they are handed out."""
     torch.manual_seed(0)
@@ -90,6 +92,17 @@ def test_laplace_3b_takes_29_491_200_bytes_a_sequence():
     assert memory.get_state_shape() == state_shapes(config)
     sizes = zip(memory.get_state_shape(), memory.get_state_dtype(), strict=True)
     assert config.layers * sum(prod(shape) * dtype.itemsize for shape, dtype in sizes) == 29_491_200
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("norm", ["g_norm_swish_gate", "g_norm"])
+def test_weights_by_fla_s_names(tied, norm):
+    config = replace(PRESETS["laplace-micro"], tied=tied)
+    there, here = init_weights(LaplaceForCausalLM(config), 1), init_weights(LaplaceForCausalLM(config), 2)
+    weights = [(name.replace("g_norm_swish_gate", norm), p.detach() + 1) for name, p in there.named_parameters()]
+    assert LaplaceForVLLM.load_weights(here, weights) == set(dict(here.named_parameters()))
+    for (_, want), got in zip(weights, here.parameters(), strict=True):
+        assert torch.equal(got, want)
 
 
 @pytest.mark.parametrize(
