@@ -68,22 +68,18 @@ def test_gradcheck(case):
     assert torch.autograd.gradcheck(f, inputs(**shape, dtype=torch.float64, grad=True, sizes=(1, 3, 2)))
 
 
-@pytest.mark.parametrize("implementation", ["eager", "nki"])
-def test_opcheck(implementation):
-    last = 0.5, implementation
-    torch.library.opcheck(OPS.gla.default, (*inputs(5, grad=True), None, *last))
+def test_opcheck():
     x = inputs(5)
-    torch.library.opcheck(OPS.gla_backward.default, (*x, None, *x[2::2], *last))
-    x = inputs(None, states=4)
+    torch.library.opcheck(OPS.gla.default, (*inputs(5, grad=True), None, 0.5))
+    torch.library.opcheck(OPS.gla.default, (*inputs(5, 1, 3, grad=True), ENDS, 0.5))
+    torch.library.opcheck(OPS.gla_backward.default, (*x, None, *x[2::2], 0.5))
+
+
+def test_opcheck_of_decode():
+    x, last = inputs(None, states=4), (0.5, "eager")
     torch.library.opcheck(OPS.gla_decode_.default, (*x, SLOTS, HAS, *last))
-
-
-def test_opcheck_of_what_only_eager_has():
-    last = 0.5, "eager"
-    torch.library.opcheck(OPS.gla.default, (*inputs(5, 1, 3, grad=True), ENDS, *last))
     torch.library.opcheck(OPS.gla_decode.default, (*inputs(None, states=4, grad=True), SLOTS, HAS, *last))
-    x = inputs(None, states=4)
-    torch.library.opcheck(OPS.gla_decode_backward.default, (*x, SLOTS, HAS, x[2], x[4].clone(), *last))
+    torch.library.opcheck(OPS.gla_decode_backward.default, (*x, SLOTS, HAS, x[2], x[4].clone(), 0.5))
 
 
 @pytest.mark.parametrize("case", CASES)

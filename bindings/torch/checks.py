@@ -13,7 +13,7 @@ import os
 
 import torch
 
-FLOATS = ("float32", "bfloat16", "float16", "float64")
+FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 def array(name, x, axes, sizes, dtypes=FLOATS):
@@ -28,18 +28,20 @@ def array(name, x, axes, sizes, dtypes=FLOATS):
     if not _fits(x.shape, axes, sizes):
         want = ", ".join(f"{a}={sizes[a]}" if a in sizes else a for a in axes)
         raise ValueError(f"{name}: expected shape [{want}], got {list(x.shape)}{_layout(name, x.shape, axes, sizes)}")
-    if dtype_name(x) not in dtypes:
-        want = " or ".join(dtypes)
-        raise TypeError(f"{name}: expected {want}, got {dtype_name(x)}: cast it, {name}.to(torch.{dtypes[0]})")
+    if x.dtype not in dtypes:
+        want = " or ".join(map(_short, dtypes))
+        raise TypeError(f"{name}: expected {want}, got {_short(x.dtype)}: cast it, {name}.to({dtypes[0]})")
     sizes.update(zip(axes, x.shape, strict=True))
     return x
 
 
 def integers(name, x, axes, sizes):
     """As `array`, of integers of any dtype; returns them as int64."""
-    if isinstance(x, torch.Tensor) and (x.is_floating_point() or x.is_complex() or x.dtype == torch.bool):
-        raise TypeError(f"{name}: expected integers, got {dtype_name(x)}: cast it, {name}.long()")
-    return array(name, x, axes, sizes, (dtype_name(x),) if isinstance(x, torch.Tensor) else ()).long()
+    if isinstance(x, torch.Tensor):
+        if x.is_floating_point() or x.is_complex() or x.dtype == torch.bool:
+            raise TypeError(f"{name}: expected integers, got {_short(x.dtype)}: cast it, {name}.long()")
+        x = x.long()
+    return array(name, x, axes, sizes, (torch.int64,))
 
 
 def number(name, x, instead):
@@ -62,7 +64,7 @@ def enabled():
 
 def gates(g):
     """In checked mode, refuses gates above 0 and NaN."""
-    if enabled() and not (g <= 0).all():
+    if enabled() and not torch.compiler.is_compiling() and not (g <= 0).all():
         raise ValueError(
             "g: expected gates in [-inf, 0], found a positive or NaN one: pass logs, as torch.nn.functional.logsigmoid"
         )
@@ -95,12 +97,8 @@ def slots(slot_ids, count):
         seen.add(slot)
 
 
-def dtype_name(x):
-    return str(x.dtype).removeprefix("torch.")
-
-
 def _may_look(x):
-    return x.device.type == "cpu" or enabled()
+    return (x.device.type == "cpu" or enabled()) and not torch.compiler.is_compiling()
 
 
 def _fits(shape, axes, sizes):
@@ -115,3 +113,7 @@ def _layout(name, shape, axes, sizes):
     if itself or others:
         return ": time comes before heads, so pass a head-first [B, N, T, ...] argument as x.transpose(1, 2)"
     return ""
+
+
+def _short(dtype):
+    return str(dtype).removeprefix("torch.")

@@ -206,11 +206,11 @@ def gla_decode_step_(
 def _decode(q, k, v, g, state, slot_ids, has_initial_state, scale, implementation):
     q, k, v, g, single, sizes = _tokens(q, k, v, g, "B N")
     if has_initial_state is not None:
-        checks.array("has_initial_state", has_initial_state, "B", sizes, ("bool",))
+        checks.array("has_initial_state", has_initial_state, "B", sizes, (torch.bool,))
     if slot_ids is not None:
         slot_ids = checks.integers("slot_ids", slot_ids, "B", sizes)
     rows = "B" if slot_ids is None else "slots"
-    checks.array("state", state, f"{rows} N K V", sizes, (_name(single),))
+    checks.array("state", state, f"{rows} N K V", sizes, (single,))
     scale, implementation = _scale(scale, sizes["K"]), ops.choose(implementation, q)
     return q, k, v, _gates(g.to(single)), state, slot_ids, has_initial_state, scale, implementation
 
@@ -219,11 +219,12 @@ def _tokens(q, k, v, g, axes):
     """(q, k, v, g, the dtype of gates and states, sizes), checked, and cast as autocast wants it."""
     if isinstance(q, torch.Tensor) and ops.autocast(q.device.type):
         dtype = torch.get_autocast_dtype(q.device.type)
-        q, k, v = (x.to(dtype) if isinstance(x, torch.Tensor) else x for x in (q, k, v))
+        lower = lambda x: isinstance(x, torch.Tensor) and x.dtype in checks.FLOATS[:3]  # float64 stays, as elsewhere
+        q, k, v = (x.to(dtype) if lower(x) else x for x in (q, k, v))
     sizes = {}
     q = checks.array("q", q, f"{axes} K", sizes)
-    k = checks.array("k", k, f"{axes} K", sizes, (checks.dtype_name(q),))
-    v = checks.array("v", v, f"{axes} V", sizes, (checks.dtype_name(q),))
+    k = checks.array("k", k, f"{axes} K", sizes, (q.dtype,))
+    v = checks.array("v", v, f"{axes} V", sizes, (q.dtype,))
     g = checks.array("g", g, f"{axes} K", sizes)
     return q, k, v, g, torch.promote_types(q.dtype, torch.float32), sizes
 
@@ -231,7 +232,7 @@ def _tokens(q, k, v, g, axes):
 def _state(h, rows, q, single, sizes):
     if h is None:
         return q.new_zeros([sizes[axis] for axis in (rows, "N", "K", "V")], dtype=single)
-    return checks.array("initial_state", h, f"{rows} N K V", sizes, (_name(single),))
+    return checks.array("initial_state", h, f"{rows} N K V", sizes, (single,))
 
 
 def _segments(ids):
@@ -256,7 +257,3 @@ def _scale(scale, K):
 
 def _turned(state, state_v_first):
     return state.mT if state_v_first and state is not None else state
-
-
-def _name(dtype):
-    return str(dtype).removeprefix("torch.")

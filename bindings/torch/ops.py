@@ -1,16 +1,15 @@
 """torch.ops.ringtide: gated linear attention as custom operators, so that torch.compile, export, autograd and FSDP see
-one node each, whose shapes do not depend on values. Which kernel serves is the last argument, a name of KERNELS.
+one node each, whose shapes do not depend on values; and which kernel serves.
 
-A kernel module has the functions of kernels/eager/gla.py.
+"eager" has the operators of this file; "nki" those of nki.py, around single launches.
 """
-
-from importlib import import_module
 
 import torch
 
+from ringtide.kernels.eager import gla as eager
 from ringtide.torch import checks
 
-KERNELS = {"eager": "ringtide.kernels.eager.gla", "nki": "ringtide.torch.nki"}
+NAMES = ("eager", "nki")
 PREFERRED = {"neuron": "nki"}  # device -> implementation, elsewhere PORTABLE
 PORTABLE = "eager"
 KNOWN = ("xla", "pallas", "nki", "triton", "eager")  # of some release or framework: a name that code may carry
@@ -28,8 +27,8 @@ def choose(implementation, q, cu_seqlens=None) -> str:
     if not (isinstance(names, list | tuple) and names):
         raise TypeError(f"implementation: expected a name, a sequence of names or None, got {implementation!r}")
     for name in names:
-        if name not in (*KERNELS, *KNOWN):
-            raise ValueError(f"implementation: gla has {', '.join(KERNELS)}, got {name!r}")
+        if name not in (*NAMES, *KNOWN):
+            raise ValueError(f"implementation: gla has {', '.join(NAMES)}, got {name!r}")
     reasons = []
     for name in names:
         reason = _reason(name, q, cu_seqlens)
@@ -40,8 +39,8 @@ def choose(implementation, q, cu_seqlens=None) -> str:
 
 
 def _reason(name, q, cu_seqlens):
-    if name not in KERNELS:
-        return f"not in this release, which has {', '.join(KERNELS)}"
+    if name not in NAMES:
+        return f"not in this release, which has {', '.join(NAMES)}"
     if name == "nki" and q.dtype == torch.float64:
         return "computes in float32, got float64: cast q, k, v, g and the states, or take 'eager'"
     if name == "nki" and cu_seqlens is not None:
@@ -49,12 +48,23 @@ def _reason(name, q, cu_seqlens):
     return None
 
 
-def _call(implementation, function, q, *args, **options):
-    kernel = getattr(import_module(KERNELS[implementation]), function)
-    if not autocast(q.device.type):
-        return kernel(q, *args, **options)
-    with torch.autocast(q.device.type, enabled=False):  # float32 stays float32
-        return kernel(q, *args, **options)
+def gla(q, k, v, g, h0, cu_seqlens, scale, implementation):
+    """(o, final state), as kernels/eager/gla.py's forward, differentiable."""
+    if implementation != "nki" or 0 in (*q.shape, *v.shape):  # NKI's kernels never see an empty array
+        return _gla(q, k, v, g, h0, cu_seqlens, scale)
+    from ringtide.torch import nki
+
+    checks.gates(g)
+    return nki.gla(q, k, v, g, h0, scale)
+
+
+def gla_decode_(q, k, v, g, state, slot_ids, has_initial_state, scale, implementation):
+    """out, as kernels/eager/gla.py's decode_step_ but slots and rows may be anything; not differentiable."""
+    args = q, k, v, g, state, slot_ids, has_initial_state, scale, implementation
+    if implementation != "nki" or q.device.type == "cpu":
+        return _gla_decode_(*args)
+    with torch.no_grad():  # the launch is an operator itself
+        return _decode(*args)
 
 
 def autocast(device_type) -> bool:
@@ -62,12 +72,19 @@ def autocast(device_type) -> bool:
     return torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type)
 
 
+def _call(function, q, *args, **options):
+    if not autocast(q.device.type):
+        return function(q, *args, **options)
+    with torch.autocast(q.device.type, enabled=False):  # float32 stays float32
+        return function(q, *args, **options)
+
+
 # --- the operators ----------------------------------------------------------------------------------------------------
 
 _LIBRARY = torch.library.Library("ringtide", "FRAGMENT")
 _TOKENS = "Tensor q, Tensor k, Tensor v, Tensor g"
 _SLOTS = "Tensor? slot_ids, Tensor? has_initial_state"
-_LAST = "float scale, str implementation"
+_GRADS = "(Tensor, Tensor, Tensor, Tensor, Tensor)"
 
 
 def _operator(schema, like):
@@ -97,46 +114,47 @@ def _once(ctx, *grads):
     raise NotImplementedError("gla: there are first derivatives only")
 
 
-@_operator(f"gla({_TOKENS}, Tensor h0, Tensor? cu_seqlens, {_LAST}) -> (Tensor, Tensor)", like=(2, 4))
-def gla(q, k, v, g, h0, cu_seqlens, scale, implementation):
+@_operator(f"gla({_TOKENS}, Tensor h0, Tensor? cu_seqlens, float scale) -> (Tensor, Tensor)", like=(2, 4))
+def _gla(q, k, v, g, h0, cu_seqlens, scale):
     checks.gates(g)
     if cu_seqlens is not None:
         checks.sequences(cu_seqlens, q.shape[1])
-    return _call(implementation, "forward", q, k, v, g, h0, scale=scale, cu_seqlens=cu_seqlens)
+    return _call(eager.forward, q, k, v, g, h0, scale=scale, cu_seqlens=cu_seqlens)
 
 
 @_operator(
-    f"gla_backward({_TOKENS}, Tensor h0, Tensor? cu_seqlens, Tensor do, Tensor dhT, {_LAST}) "
-    "-> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    f"gla_backward({_TOKENS}, Tensor h0, Tensor? cu_seqlens, Tensor do, Tensor dhT, float scale) -> {_GRADS}",
     like=(0, 1, 2, 3, 4),
 )
-def gla_backward(q, k, v, g, h0, cu_seqlens, do, dhT, scale, implementation):
-    return _call(implementation, "backward", q, k, v, g, h0, do, dhT, scale=scale, cu_seqlens=cu_seqlens)
+def _gla_backward(q, k, v, g, h0, cu_seqlens, do, dhT, scale):
+    return _call(eager.backward, q, k, v, g, h0, do, dhT, scale=scale, cu_seqlens=cu_seqlens)
 
 
 def _keep(ctx, inputs, output):
-    *arrays, ctx.scale, ctx.implementation = inputs
+    *arrays, ctx.scale = inputs
     ctx.save_for_backward(*arrays)
 
 
 def _backward(ctx, do, dhT):
-    return *gla_backward(*ctx.saved_tensors, do, dhT, ctx.scale, ctx.implementation), None, None, None
+    return *_gla_backward(*ctx.saved_tensors, do, dhT, ctx.scale), None, None
 
 
-_differentiable(gla, _backward, _keep)
-_differentiable(gla_backward, _once)
+_differentiable(_gla, _backward, _keep)
+_differentiable(_gla_backward, _once)
 
 
-@_operator(f"gla_decode({_TOKENS}, Tensor state, {_SLOTS}, {_LAST}) -> (Tensor, Tensor)", like=(2, 4))
+@_operator(
+    f"gla_decode({_TOKENS}, Tensor state, {_SLOTS}, float scale, str implementation) -> (Tensor, Tensor)", like=(2, 4)
+)
 def gla_decode(q, k, v, g, state, slot_ids, has_initial_state, scale, implementation):
     state = state.clone()
     return _decode(q, k, v, g, state, slot_ids, has_initial_state, scale, implementation), state
 
 
-@_operator(f"gla_decode_({_TOKENS}, Tensor(a!) state, {_SLOTS}, {_LAST}) -> Tensor", like=(2,))
-def gla_decode_(q, k, v, g, state, slot_ids, has_initial_state, scale, implementation):
+@_operator(f"gla_decode_({_TOKENS}, Tensor(a!) state, {_SLOTS}, float scale, str implementation) -> Tensor", like=(2,))
+def _gla_decode_(*args):
     with torch.no_grad():
-        return _decode(q, k, v, g, state, slot_ids, has_initial_state, scale, implementation)
+        return _decode(*args)
 
 
 def _decode(q, k, v, g, state, slot_ids, has_initial_state, scale, implementation):
@@ -155,25 +173,30 @@ def _decode(q, k, v, g, state, slot_ids, has_initial_state, scale, implementatio
 
 
 def _step(q, k, v, g, state, slot_ids, has_initial_state, scale, implementation):
-    if not (state.numel() and q.numel()):  # kernels never see an empty pool
+    if 0 in (*state.shape, *q.shape):  # kernels never see an empty pool
         return v.new_zeros(v.shape)
-    return _call(implementation, "decode_step_", q, k, v, g, state, slot_ids, has_initial_state, scale=scale)
+    step = eager.decode_step_
+    if implementation == "nki":
+        from ringtide.torch.nki import decode_step_ as step
+    return _call(step, q, k, v, g, state, slot_ids, has_initial_state, scale=scale)
 
 
 @_operator(
-    f"gla_decode_backward({_TOKENS}, Tensor state, {_SLOTS}, Tensor dout, Tensor dstate, {_LAST}) "
-    "-> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    f"gla_decode_backward({_TOKENS}, Tensor state, {_SLOTS}, Tensor dout, Tensor dstate, float scale) -> {_GRADS}",
     like=(0, 1, 2, 3, 4),
 )
-def gla_decode_backward(q, k, v, g, state, slot_ids, has_initial_state, dout, dstate, scale, implementation):
+def _gla_decode_backward(q, k, v, g, state, slot_ids, has_initial_state, dout, dstate, scale):
     args = q, k, v, g, state, slot_ids, has_initial_state, dout, dstate
-    return _call(PORTABLE, "decode_step_backward", *args, scale=scale)
+    return _call(eager.decode_step_backward, *args, scale=scale)
+
+
+def _keep_decode(ctx, inputs, output):
+    _keep(ctx, inputs[:-1], output)
 
 
 def _decode_backward(ctx, dout, dstate):
-    grads = gla_decode_backward(*ctx.saved_tensors, dout, dstate, ctx.scale, ctx.implementation)
-    return *grads, None, None, None, None
+    return *_gla_decode_backward(*ctx.saved_tensors, dout, dstate, ctx.scale), None, None, None, None
 
 
-_differentiable(gla_decode, _decode_backward, _keep)
-_differentiable(gla_decode_backward, _once)
+_differentiable(gla_decode, _decode_backward, _keep_decode)
+_differentiable(_gla_decode_backward, _once)
