@@ -50,6 +50,8 @@ def loud(config, seed=0):
         for name, p in model.named_parameters():
             if p.ndim == 2:
                 p.normal_(0, 1 if "embed" in name else p.shape[1] ** -0.5, generator=random)
+            elif "conv1d" in name:
+                p.uniform_(-0.5, 0.5, generator=random)
             elif "norm" in name:
                 p.uniform_(0.5, 1.5, generator=random)
     return model.requires_grad_(False)

@@ -33,6 +33,8 @@ def loud(preset):
         for name, p in model.named_parameters():
             if p.ndim == 2:
                 p.normal_(0, 0.1 if "embed" in name else p.shape[1] ** -0.5, generator=generator)
+            elif "conv1d" in name:
+                p.uniform_(-0.5, 0.5, generator=generator)
     return model.requires_grad_(False)
 
 
@@ -193,7 +195,9 @@ def test_what_the_pool_refuses(model):
         pool.remove("mine")
     with pytest.raises(ValueError, match="id 7: not in the pool"):
         pool.remove(7)
-    assert pool.add([1]) != other
+    assert pool.add([1], choose=lambda logits: 256) != other
+    with pytest.raises(ValueError, match=r"id 1: choose gave 256, expected a token of \[0, 256\)"):
+        pool.step()
     for name, value in (("slots", 0), ("chunk", 1.5), ("rows", True)):
         with pytest.raises(ValueError, match=f"StatePool: {name} must be an int of at least 1, got {value}"):
             StatePool(model, **{"slots": 1, name: value})

@@ -145,7 +145,9 @@ class StatePool:
         for id, row in zip(ids, rows, strict=True):
             if not finite[row]:
                 raise ValueError(f"id {id!r}: the model's logits are not finite: its weights are damaged")
-            sequence = self._sequences[id]
-            sequence.token = best[row] if sequence.choose is None else int(sequence.choose(logits[row].cpu()))
-            chosen[id] = sequence.token
+            choose = self._sequences[id].choose
+            token = best[row] if choose is None else int(choose(logits[row].cpu()))
+            if not 0 <= token < logits.shape[1]:
+                raise ValueError(f"id {id!r}: choose gave {token}, expected a token of [0, {logits.shape[1]})")
+            self._sequences[id].token = chosen[id] = token
         return chosen
