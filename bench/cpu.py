@@ -11,6 +11,7 @@ import sys
 import time
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 
 HEAD_DIM = 64
@@ -29,7 +30,8 @@ class Row:
     against_seconds: float | None = None
 
     def json(self, rounds):
-        return {**asdict(self), "rounds": rounds, "cores": cores(), "jax": version("jax"), "measured": True}
+        versions = {name: version(name) for name in ("jax", "torch") if find_spec(name)}
+        return {**asdict(self), "rounds": rounds, "cores": cores(), **versions, "measured": True}
 
 
 def cores() -> int:
@@ -38,8 +40,9 @@ def cores() -> int:
 
 
 def run(rounds: int = 5, log=lambda text: None) -> list[Row]:
-    """All rows of the bench. Takes a few minutes."""
-    return [*attention_rows(rounds, log), *gla_rows(rounds, log), memory_row(log)]
+    """All rows of the bench; those of PyTorch where it is installed. Takes a few minutes."""
+    torch_rows = [*torch_gla_rows(rounds, log), *torch_decode_rows(rounds, log)] if find_spec("torch") else []
+    return [*attention_rows(rounds, log), *gla_rows(rounds, log), *torch_rows, memory_row(log)]
 
 
 def attention_rows(rounds, log):
@@ -132,6 +135,94 @@ def gla_rows(rounds, log):
     seconds = _interleaved({"gla": lambda: chunked(*inputs), "gla recurrence": lambda: tokens(*inputs)}, rounds, log)
     ours, other = seconds["gla"], seconds["gla recurrence"]
     return [Row("gla, T = 4,096, 4 heads of 96/192", ours / other, "x", "-", ours, "lax.scan over tokens", other)]
+
+
+def torch_gla_rows(rounds, log):
+    """Forward + backward of ringtide.torch.gla against what is usual in plain PyTorch: the recurrence, chunks of 64
+    whose scores are made a key at a time, and the textbook's chunks, which overflow at strong gates."""
+    import torch
+    from torch.nn.functional import logsigmoid, pad
+
+    from ringtide.torch import gla
+
+    def recurrence(q, k, v, g):
+        S, out = torch.zeros(1, *q.shape[2:], v.shape[3]), []
+        for x in zip(*(x.unbind(1) for x in (q * q.shape[3] ** -0.5, k, v, g.exp())), strict=True):
+            q_t, k_t, v_t, decay = x
+            S = S * decay[..., None] + k_t[..., None] * v_t[..., None, :]
+            out.append((q_t[..., None, :] @ S)[..., 0, :])
+        return torch.stack(out, 1)
+
+    def in_chunks(scores):
+        def run(q, k, v, g):
+            q, k, v, g = (x.unflatten(1, (-1, 64)).permute(0, 3, 1, 2, 4) for x in (q * q.shape[3] ** -0.5, k, v, g))
+            G = g.cumsum(-2)
+            end = G[..., -1:, :]
+            add, decay = (k * (end - G).exp()).mT @ v, end.exp().mT
+            states = [torch.zeros_like(add[:, :, 0])]
+            for i in range(add.shape[2] - 1):
+                states.append(states[-1] * decay[:, :, i] + add[:, :, i])
+            out = scores(q, k, G) @ v + (q * G.exp()) @ torch.stack(states, 2)
+            return out.permute(0, 2, 3, 1, 4).flatten(1, 2)
+
+        return run
+
+    def by_key(q, k, G):
+        columns = [
+            ((q[..., j:, :] * (G[..., j:, :] - G[..., j : j + 1, :]).exp()) @ k[..., j, :, None])[..., 0]
+            for j in range(64)
+        ]
+        return torch.stack([pad(column, (j, 0)) for j, column in enumerate(columns)], -1)
+
+    def textbook(q, k, G):
+        return ((q * G.exp()) @ (k * (-G).exp()).mT).tril()
+
+    def both(f):
+        x = [a.requires_grad_() for a in inputs]
+        return lambda: torch.autograd.grad(f(*x), x, dout)
+
+    torch.manual_seed(0)
+    q, k, v, g, dout = (torch.randn(1, 4096, 4, d) for d in (96, 96, 192, 96, 192))
+    inputs = q, k, v, logsigmoid(g + 3)
+    functions = {
+        "torch gla": lambda *x: gla(*x)[0],
+        "torch recurrence": recurrence,
+        "torch chunks": in_chunks(by_key),
+        "torch textbook": in_chunks(textbook),
+    }
+    seconds = _interleaved({name: both(f) for name, f in functions.items()}, rounds, log)
+    name, ours = "torch gla, T = 4,096, 4 heads of 96/192", seconds["torch gla"]
+    others = {
+        "torch recurrence": ("a loop over tokens", "<= 0.20"),
+        "torch chunks": ("chunks of 64, a key at a time", "<= 1"),
+        "torch textbook": ("chunks of 64, e^G e^-G", "-"),
+    }
+    return [Row(name, ours / seconds[x], "x", aim, ours, what, seconds[x]) for x, (what, aim) in others.items()]
+
+
+def torch_decode_rows(rounds, log):
+    """A decode step in place against reading and writing the states once: a copy."""
+    import torch
+
+    from ringtide.torch import gla_decode_step_
+
+    def steps(rows, copy):
+        q, k, v, g = (torch.randn(rows, 4, d) for d in (96, 96, 192, 96))
+        state, other, closed = torch.zeros(rows, 4, 96, 192), torch.zeros(rows, 4, 96, 192), -g.abs()
+        once = (lambda: other.copy_(state)) if copy else lambda: gla_decode_step_(q, k, v, closed, state)
+        return lambda: [once() for _ in range(counts[rows])]
+
+    counts = {1: 256, 32: 8, 1280: 1}  # one step of few rows is too short to time
+    torch.manual_seed(0)
+    kinds = {"decode": False, "copy": True}
+    functions = {f"torch {kind} {n}": steps(n, copy) for n in counts for kind, copy in kinds.items()}
+    seconds = _interleaved(functions, rounds, log)
+    rows = []
+    for n, count in counts.items():
+        ours, copy = (seconds[f"torch {kind} {n}"] / count for kind in kinds)
+        name = f"torch gla_decode_step_, {n:,} sequences of 4 heads of 96/192"
+        rows.append(Row(name, ours / copy, "x", "-", ours, "a copy of the states", copy))
+    return rows
 
 
 def memory_row(log, length=65536):

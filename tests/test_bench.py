@@ -17,6 +17,12 @@ SECONDS = {
     "naive 16K": 20.0,
     "gla": 1.0,
     "gla recurrence": 4.0,
+    "torch gla": 1.0,
+    "torch recurrence": 8.0,
+    "torch chunks": 5.0,
+    "torch textbook": 2.0,
+    **{f"torch decode {rows}": 3.0 for rows in (1, 32, 1280)},
+    **{f"torch copy {rows}": 2.0 for rows in (1, 32, 1280)},
 }
 
 
@@ -25,11 +31,25 @@ def test_rows(monkeypatch):
         assert rounds == 2
         return {name: SECONDS[name] for name in functions}
 
+    pytest.importorskip("torch")
     monkeypatch.setattr(cpu, "_interleaved", made_up)
     monkeypatch.setattr(cpu, "memory_row", lambda log: cpu.Row("peak RSS", 0.5, "GB", "< 0.80"))
     result = CliRunner().invoke(main, ["bench", "cpu", "--rounds", "2", "--json"])
     rows = [json.loads(line) for line in result.stdout.splitlines()]
-    assert [round(row["value"], 3) for row in rows] == [0.1, 0.05, 0.005, 0.875, 0.25, 0.5]
+    assert [round(row["value"], 3) for row in rows] == [
+        0.1,
+        0.05,
+        0.005,
+        0.875,
+        0.25,
+        0.125,
+        0.2,
+        0.5,
+        1.5,
+        1.5,
+        1.5,
+        0.5,
+    ]
     assert all(row["measured"] and row["rounds"] == 2 for row in rows)
     text = CliRunner().invoke(main, ["bench", "cpu", "--rounds", "2"]).stdout
     assert "measured on this machine" in text
