@@ -51,6 +51,13 @@ def test_half_precision(dtype, bound):
     assert max(map(error, got, want)) <= bound
 
 
+def test_gates_of_minus_infinity():
+    x = inputs(20)
+    x[3][:, 7], x[3][:, 11, :, ::2] = -torch.inf, -1e30
+    got, want = (with_gradients(x, implementation=name) for name in ("nki", "eager"))
+    assert max(map(error, got, want)) <= 2e-6
+
+
 def test_a_scale_of_zero():
     x = inputs(5)
     got, want = (with_gradients(x, implementation=name, scale=0) for name in ("nki", "eager"))
