@@ -12,7 +12,7 @@ torch.set_num_threads(1)
 answers, sys.stdout = sys.stdout, sys.stderr
 for line in sys.stdin:
     file, name, count, where, arguments = json.loads(line)
-    rank, timeout = int(sys.argv[1]), datetime.timedelta(seconds=60)
+    rank, timeout = int(sys.argv[1]), datetime.timedelta(seconds=300)
     dist.init_process_group("gloo", init_method=where, rank=rank, world_size=count, timeout=timeout)
     runpy.run_path(file)[name](rank, count, *arguments)
     if dist.is_initialized():

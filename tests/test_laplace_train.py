@@ -378,7 +378,8 @@ def test_the_demo_shows_that_it_generates_as_it_was_trained_and_repeats(text, tm
 @pytest.mark.slow
 @pytest.mark.parametrize("mesh", ["data=2", "fsdp=2", "context=2", "fsdp=2,context=2", "data=4"])
 def test_a_hundred_steps_of_the_tiny_model_have_one_curve(mesh, tmp_path, tmp_path_factory):
-    given = {"preset": "laplace-tiny", "seq": 256, "batch": 4, "steps": 100, "lr": 5e-3, "ckpt_every": 100}
+    # At twice this rate the norm of the gradients jumps, and rounding grows from 5e-7 to 1e-3.
+    given = {"preset": "laplace-tiny", "seq": 256, "batch": 4, "steps": 100, "lr": 2e-3, "ckpt_every": 100}
     curves = tmp_path_factory.getbasetemp() / "one-rank"
     if not curves.exists():
         train(curves, given)
