@@ -88,11 +88,15 @@ def line(row):
 
 
 def predictor(folder):
-    """(the model's name, its `predict` for `probe`) of a run's folder or a model's, Llama or Laplace."""
-    import json
+    """(the model's name, its `predict` for `probe`) of a folder of a run or a model. Raises BadInput."""
+    from ringtide.models import BadInput, tensor_files
 
-    config = json.loads((folder / ("run.json" if (folder / "run.json").is_file() else "config.json")).read_bytes())
-    laplace = "key_dim" in config.get("model", {}) or config.get("model_type") == "gla"
+    name = next((name for name in ("run.json", "config.json") if (folder / name).is_file()), None)
+    if name is None:
+        raise BadInput(f"--run {folder}: neither a run (run.json) nor a model (config.json)")
+    content = tensor_files.json_of(folder, name)
+    model = content.get("model") if name == "run.json" else content
+    laplace = isinstance(model, dict) and ("key_dim" in model or model.get("model_type") == "gla")
     return ("Laplace", _laplace(folder)) if laplace else ("Llama", _llama(folder))
 
 
@@ -117,7 +121,7 @@ def _laplace(folder):
 
     from ringtide.models import laplace_generate
 
-    model, _ = laplace_generate.load(folder)[:2]
+    model, _ = laplace_generate.load(folder)
 
     @torch.inference_mode()
     def predict(tokens):

@@ -222,7 +222,10 @@ def recall(runs, corpus, megabytes, distances, count, seed, as_json, plot):
         raise click.UsageError(f"--distances {distances}: expected bytes from 8 to 2^20, as 64,512,4096") from None
     train, asked = bench.lines()
     if corpus:
-        corpus.write_bytes(bench.corpus(train, megabytes << 20, seed))
+        try:
+            corpus.write_bytes(bench.corpus(train, megabytes << 20, seed))
+        except OSError as error:
+            raise click.ClickException(f"--corpus {corpus}: {error.strerror}") from None
         return
     rows = []
     try:
@@ -233,6 +236,8 @@ def recall(runs, corpus, megabytes, distances, count, seed, as_json, plot):
                 click.echo(json.dumps(rows[-1]) if as_json else bench.line(rows[-1]))
     except BadInput as error:
         raise click.ClickException(str(error)) from None
+    except ModuleNotFoundError as error:
+        raise click.ClickException(f"{error.name} is not installed: pip install 'ringtide[models,torch]'") from None
     if plot:
         from ringtide.bench.plot import recalled
 

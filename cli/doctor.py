@@ -79,11 +79,13 @@ def _backends(report):
 
         tables.append(KERNELS)
     try:
-        from ringtide.torch.ops import KERNELS
-
-        tables.append({"gla": KERNELS})
+        import torch  # noqa: F401
     except Exception as error:  # not installed, or broken
         missing["PyTorch"] = f"PyTorch does not start: {' '.join(str(error).split())}"
+    else:
+        from ringtide.torch.ops import NAMES
+
+        tables.append({"gla": NAMES})
     found = {}
     for name, (framework, needs) in _BACKENDS.items():
         ops = sorted({op for table in tables for op, kernels in table.items() if name in kernels})

@@ -179,6 +179,11 @@ def test_what_the_pool_refuses(model):
         pool.add([0.5, 1])
     with pytest.raises(ValueError, match=r"prompt: expected .* got \[1, 2\]"):
         pool.add([[1, 2]])
+    for prompt in ("abc", None, [[1], [1, 2]]):
+        with pytest.raises(ValueError, match="prompt: expected a list of tokens, got"):
+            pool.add(prompt)
+    with pytest.raises(ValueError, match=r"id \[1\]: cannot be a key"):
+        pool.add([1], id=[1])
     with pytest.raises(ValueError, match="prompt: token 256 is outside the vocabulary of 256"):
         pool.add([1, 256])
     with pytest.raises(ValueError, match="prompt: token -1 is outside"):
@@ -201,6 +206,41 @@ def test_what_the_pool_refuses(model):
     for name, value in (("slots", 0), ("chunk", 1.5), ("rows", True)):
         with pytest.raises(ValueError, match=f"StatePool: {name} must be an int of at least 1, got {value}"):
             StatePool(model, **{"slots": 1, name: value})
+
+
+@pytest.mark.parametrize("step", [0, 1])
+def test_one_sequence_that_fails_takes_nothing_from_the_others(model, step):
+    """Its `choose` raises, while a prompt is read or after: it is out, the others have the tokens they get alone."""
+
+    def fails(logits):
+        nonlocal step
+        step -= 1
+        if step < 0:
+            raise RuntimeError("no choice")
+        return 7
+
+    prompts, alone = [[5, 6], [1, 2, 3], [4, 5]], {}
+    for i, prompt in enumerate(prompts):
+        pool = StatePool(model, 3, chunk=8)
+        pool.add(prompt, id=i)
+        alone[i] = [pool.step()[i] for _ in range(4)]
+    pool, got = StatePool(model, 3, chunk=8), {0: [], 2: []}
+    pool.add(prompts[0], id=0)
+    pool.add(prompts[1], id=1, choose=fails)
+    pool.add(prompts[2], id=2)
+    raised = 0
+    while min(map(len, got.values())) < 4:
+        try:
+            tokens = pool.step()
+        except RuntimeError:
+            raised += 1
+            assert (len(pool), pool.free) == (2, 1)
+            continue
+        tokens.pop(1, None)
+        for i, token in tokens.items():
+            got[i].append(token)
+    assert raised == 1
+    assert got == {i: alone[i] for i in got}
 
 
 def test_logits_that_are_not_finite_are_named():

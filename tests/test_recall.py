@@ -1,5 +1,6 @@
 """The needle probe: what is asked, how far away it was said, and that a model is needed to answer."""
 
+import json
 import re
 
 import numpy as np
@@ -64,3 +65,44 @@ def test_bad_input_is_one_line(args, words):
     done = CliRunner().invoke(command, ["recall", *args])
     assert done.exit_code == 2
     assert words in done.output
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [(None, "neither a run"), ({"run.json": "{"}, "not JSON"), ({"config.json": "[]"}, "expected a JSON object"),
+     ({"config.json": "{}"}, "config.json")],
+)  # fmt: skip
+def test_a_folder_that_holds_no_model_is_one_line(tmp_path, content, words):
+    for name, text in (content or {}).items():
+        (tmp_path / name).write_text(text)
+    done = CliRunner().invoke(command, ["recall", "--run", str(tmp_path)])
+    assert (done.exit_code, done.output.count("\n")) == (1, 1)
+    assert words in done.output
+
+
+def test_a_corpus_that_cannot_be_written_is_one_line(tmp_path):
+    done = CliRunner().invoke(command, ["recall", "--megabytes", "1", "--corpus", str(tmp_path / "none" / "x")])
+    assert (done.exit_code, done.output.count("\n")) == (1, 1)
+    assert "No such file" in done.output
+
+
+def test_models_of_both_kinds_are_asked(tmp_path):
+    pytest.importorskip("torch")
+    from ringtide.models import laplace, laplace_weights, llama, weights
+
+    model = laplace.init_weights(laplace.LaplaceForCausalLM(laplace.PRESETS["laplace-micro"]), 0)
+    laplace_weights.save(tmp_path / "laplace", model)
+    config = llama.PRESETS["llama-micro"]
+    weights.save(tmp_path / "llama", llama.init(0, config), config)
+    plot = tmp_path / "recall.png"
+    args = ["--run", tmp_path / "laplace", "--run", tmp_path / "llama", "--distances", "16,64", "--count", "3"]
+    done = CliRunner().invoke(command, ["recall", *map(str, args), "--json", "--plot", str(plot)])
+    assert done.exit_code == 0, done.output
+    rows = [json.loads(row) for row in done.stdout.splitlines()]
+    assert [(row["model"], row["distance"]) for row in rows] == [
+        ("Laplace", 16),
+        ("Laplace", 64),
+        ("Llama", 16),
+        ("Llama", 64),
+    ]
+    assert plot.stat().st_size > 1000

@@ -51,6 +51,7 @@ class StatePool:
         self._sequences = {}
         self._waiting = deque()  # ids whose prompt has not been read to its end
         self._next = 0
+        self._held = {}  # the tokens of a step that raised
 
     def __len__(self):
         """How many sequences are in the pool."""
@@ -73,11 +74,16 @@ class StatePool:
         choose: float32 logits [vocabulary] on the CPU -> the next token; None: the likeliest.
         """
         vocabulary = self.model.config.vocab_size
-        prompt = torch.as_tensor(prompt)
+        try:
+            prompt = torch.as_tensor(prompt)
+        except (TypeError, ValueError, RuntimeError):
+            raise ValueError(f"prompt: expected a list of tokens, got {prompt!r:.80}") from None
         if prompt.ndim != 1 or not len(prompt) or prompt.is_floating_point() or prompt.dtype == torch.bool:
             raise ValueError(f"prompt: expected a list of at least one token, got {list(prompt.shape)} {prompt.dtype}")
         if (low := int(prompt.min())) < 0 or (high := int(prompt.max())) >= vocabulary:
             raise ValueError(f"prompt: token {low if low < 0 else high} is outside the vocabulary of {vocabulary}")
+        if type(id).__hash__ is None:
+            raise ValueError(f"id {id!r}: cannot be a key: take a number, a text or a tuple of these")
         if id is not None and id in self._sequences:
             raise ValueError(f"id {id!r}: already in the pool: remove it first, or choose another id")
         if not self._free:
@@ -100,27 +106,42 @@ class StatePool:
         for x in self.cache.values():
             x[:, slot] = 0
         self._free.append(slot)
+        self._held.pop(id, None)
 
     @torch.no_grad()
     def step(self) -> dict:
         """{id: its next token} of every sequence that has one now: not of those whose prompt goes on.
 
-        Raises ValueError where the logits are not finite.
+        A sequence that cannot go on, whose logits are not finite or whose `choose` gives no token or raises, is removed
+        and the step raises that error, ValueError of the pool's own; the tokens that the others were given are what the
+        next call returns.
         """
+        if self._held:
+            held, self._held = self._held, {}
+            return held
         running = [id for id, sequence in self._sequences.items() if sequence.token is not None]
         reading = [self._waiting[i] for i in range(min(self.rows, len(self._waiting)))]
-        chosen = self._run(running) if running else {}
-        return chosen | (self._prefill(reading) if reading else {})
+        chosen, failed = {}, {}
+        if running:
+            self._run(running, chosen, failed)
+        if reading:
+            self._prefill(reading, chosen, failed)
+        for id in failed:
+            self.remove(id)
+        if failed:
+            self._held = chosen
+            raise next(iter(failed.values()))
+        return chosen
 
-    def _run(self, ids):
+    def _run(self, ids, chosen, failed):
         tokens, alive = torch.zeros(self.slots, dtype=torch.long), torch.zeros(self.slots, dtype=torch.bool)
         slots = [self._sequences[id].slot for id in ids]
         tokens[slots] = torch.tensor([self._sequences[id].token for id in ids])
         alive[slots] = True
         logits = self._decode(tokens.to(self.device), self.cache, alive.to(self.device))
-        return self._choose(ids, logits, slots)
+        self._choose(ids, logits, slots, chosen, failed)
 
-    def _prefill(self, ids):
+    def _prefill(self, ids, chosen, failed):
         tokens = torch.zeros(self.rows, self.chunk, dtype=torch.long)
         segments = torch.full_like(tokens, -1)
         slots = torch.zeros(self.rows, dtype=torch.long)
@@ -136,18 +157,20 @@ class StatePool:
         done = [row for row, id in enumerate(ids) if not len(self._sequences[id].rest)]
         for row in done:
             self._waiting.remove(ids[row])
-        return self._choose([ids[row] for row in done], logits, done)
+        self._choose([ids[row] for row in done], logits, done, chosen, failed)
 
-    def _choose(self, ids, logits, rows):
-        """{id: token} by the rows of the logits [rows, vocabulary]."""
+    def _choose(self, ids, logits, rows, chosen, failed):
+        """Adds {id: token} to chosen, by the rows of the logits [rows, vocabulary], or {id: error} to failed."""
         best, finite = torch.stack((logits.argmax(-1), logits.isfinite().all(-1).long())).tolist()
-        chosen = {}
         for id, row in zip(ids, rows, strict=True):
-            if not finite[row]:
-                raise ValueError(f"id {id!r}: the model's logits are not finite: its weights are damaged")
-            choose = self._sequences[id].choose
-            token = best[row] if choose is None else int(choose(logits[row].cpu()))
-            if not 0 <= token < logits.shape[1]:
-                raise ValueError(f"id {id!r}: choose gave {token}, expected a token of [0, {logits.shape[1]})")
-            self._sequences[id].token = chosen[id] = token
-        return chosen
+            sequence = self._sequences[id]
+            try:
+                if not finite[row]:
+                    raise ValueError(f"id {id!r}: the model's logits are not finite: its weights are damaged")
+                token = best[row] if sequence.choose is None else int(sequence.choose(logits[row].cpu()))
+                if not 0 <= token < logits.shape[1]:
+                    raise ValueError(f"id {id!r}: choose gave {token}, expected a token of [0, {logits.shape[1]})")
+            except Exception as error:  # of the caller's function, too: the other rows have moved on already
+                failed[id] = error
+            else:
+                sequence.token = chosen[id] = token
