@@ -14,9 +14,9 @@ X_m holds k in left blocks and q in right ones. With Y_m = E_m X_m the level giv
 
     A_m = Y_right Y_left^T        dY_right = dA_m Y_left        dY_left = dA_m^T Y_right        dX_m = E_m dY_m
 
-and dY_m Y_m is the gradient of the sum of gates in each exponent; the walk from the last level to the first hands it to
-the gates that the sum is made of (`_to_halves`). So no pair of tokens is counted twice, nothing has to cancel, and dg is
-exactly 0 at a reset.
+and dY_m Y_m is the gradient of the sum of gates in each exponent; `_to_halves`, from the last level to the first, hands
+it to the gates that the sum is made of. So no pair of tokens is counted twice, nothing has to cancel, and dg is exactly
+0 at a reset.
 
 The chunks of a slab are batched; only the states go from chunk to chunk, elementwise:
 
