@@ -17,6 +17,7 @@ PRESETS = "laplace-tiny", "laplace-micro", "laplace-3b"
 _NEEDED = {"torch": ("torch",), "models": ("safetensors", "rich", "matplotlib")}
 # Two million bytes: within eight minutes where two cores take 4,300 a second.
 _DEMO = {"seq": 1024, "batch": 4, "steps": 500, "val_every": 100, "val_windows": 32, "ckpt_every": 100}
+_RANKS = 8  # that are started here, at least: a rehearsal may have more ranks than cores
 _QUIET = "RINGTIDE_QUIET"  # in the environment of ranks that this command has started: rank 0 speaks for them
 _OWN = (
     click.option(
@@ -57,6 +58,10 @@ def laplace(out, recipe, scale_down, resume, **options):
         axes = {"data": started}
     parallel = {**axes, "remat": remat or saved.get("remat", "none")}
     ranks = math.prod(axes.values())
+    if started is None and ranks > (most := max(_RANKS, os.cpu_count() or 1)):
+        raise click.ClickException(
+            f"--mesh: {ranks} ranks are more than this machine is for ({most}): start them by torchrun, on several"
+        )
     others = _start_others(ranks) if started is None and ranks > 1 else []
 
     def join():

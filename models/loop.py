@@ -140,14 +140,16 @@ def _loop(kind, out, trainer, data, params, say, progress, link):
             began = time.perf_counter()
             batch = trainer.place(*data.batch(settings.seed, step, settings.batch, settings.seq))
             state, loss, norm = trainer.train_step(state, *batch)
-            loss, done = float(loss), step + 1
+            loss, norm, done = float(loss), float(norm), step + 1
             seconds = time.perf_counter() - began
-            if not math.isfinite(loss):
-                raise BadInput(f"the loss is {loss} at step {done}: try a lower --lr; earlier checkpoints are in {out}")
+            for name, value in (("loss", loss), ("norm of the gradients", norm)):  # after that one weights are NaN
+                if not math.isfinite(value):
+                    cure = f"try a lower --lr; earlier checkpoints are in {out}"
+                    raise BadInput(f"the {name} is {value} at step {done}: {cure}")
             line = {
                 "step": done,
                 "loss": loss,
-                "grad_norm": float(norm),
+                "grad_norm": norm,
                 "lr": float(trainer.schedule(step)),
                 "tokens_per_second": round(settings.batch * settings.seq / seconds, 1),
             }

@@ -409,3 +409,21 @@ def test_under_torchrun_a_killed_rank_ends_all_and_the_run_goes_on(whole, text, 
     process = subprocess.run([str(x) for x in (*arguments, "--resume")], capture_output=True, text=True, timeout=300)
     assert process.returncode == 0, process.stderr
     same_curve(out, whole["long"])
+
+
+def test_a_rate_that_breaks_the_weights_leaves_no_broken_checkpoint(text, tmp_path):
+    """The loss of its second step is finite, its gradients are not: the weights after it would be saved as NaN."""
+    given = {**RUN, "data": str(text), "lr": 1e30, "warmup": 0, "ckpt_every": 1}
+    with pytest.raises(BadInput, match=r"the (loss|norm of the gradients) is (nan|inf) at step \d: try a lower --lr"):
+        train(tmp_path / "run", given)
+    model, _ = laplace_train.load(tmp_path / "run")
+    assert all(torch.isfinite(p).all() for p in model.parameters())
+    for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines():
+        json.loads(line, parse_constant=pytest.fail)
+
+
+def test_more_ranks_than_a_machine_is_for_are_not_started(tmp_path, monkeypatch):
+    monkeypatch.setattr(train_laplace, "_start_others", pytest.fail)
+    done = CliRunner().invoke(main, ["train", "laplace", "--out", str(tmp_path / "run"), "--mesh", "data=999999"])
+    assert done.exit_code == 1
+    assert "--mesh: 999999 ranks are more than this machine is for" in done.output

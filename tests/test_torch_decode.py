@@ -223,3 +223,9 @@ def test_checked_mode_refuses_gates(monkeypatch):
     gla_decode_step_(*x, state, slot_ids=torch.tensor([0, -1, 3]))
     with pytest.raises(ValueError, match=r"^g: expected gates"):
         gla_decode_step_(*x, state, slot_ids=torch.tensor([0, 1, 3]))
+
+
+def test_in_place_there_are_no_gradients():
+    q = torch.randn(2, 1, 4, requires_grad=True)
+    out = gla_decode_step_(q, q, q, -torch.rand(2, 1, 4), torch.zeros(2, 1, 4, 4))
+    assert not out.requires_grad

@@ -371,3 +371,25 @@ def test_checked_mode_refuses_gates(gate, monkeypatch):
     gla(q, k, v, good, segment_ids=ids)
     with pytest.raises(ValueError, match=r"^g: expected gates in \[-inf, 0\]"):
         gla(q, k, v, bad, segment_ids=ids)
+
+
+def test_forward_mode_is_refused_not_zero():
+    q = torch.randn(1, 5, 1, 4)
+    g = -torch.rand(1, 5, 1, 4)
+    with pytest.raises(NotImplementedError, match="q: carries a tangent, but there is only reverse mode"):
+        torch.func.jvp(lambda q: gla(q, q, q, g)[0], (q,), (q,))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"cu_seqlens": [0, 5]}, "cu_seqlens: expected a torch tensor, got list"),
+        ({"cu_seqlens": torch.tensor([0, 3])}, "cu_seqlens: expected to end at T = 5, the tokens given, got 3"),
+        ({"q": np.zeros((1, 5, 1, 4))}, "q: expected a torch tensor, got ndarray"),
+        ({"initial_state": [1], "state_v_first": True}, "initial_state: expected a torch tensor, got list"),
+    ],
+)
+def test_what_is_turned_round_is_looked_at_first(change, message):
+    q = torch.randn(1, 5, 1, 4)
+    with pytest.raises((TypeError, ValueError), match=message):
+        fused_recurrent_gla(**{"q": q, "k": q, "v": q, "reverse": True, **change})

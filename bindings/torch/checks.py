@@ -57,6 +57,17 @@ def number(name, x, instead):
     return value
 
 
+def no_tangents(**tensors):
+    """Refuses forward-mode differentiation, of which PyTorch would make a tangent of 0 in silence."""
+    if torch.compiler.is_compiling():
+        return
+    for name, x in tensors.items():
+        if torch.autograd.forward_ad.unpack_dual(x).tangent is not None:
+            raise NotImplementedError(
+                f"{name}: carries a tangent, but there is only reverse mode: use backward() or vjp"
+            )
+
+
 def enabled():
     """Is checked mode on?"""
     return os.environ.get("RINGTIDE_CHECK", "") not in ("", "0")

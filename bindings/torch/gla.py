@@ -138,11 +138,14 @@ def fused_recurrent_gla(
     if gv is not None:
         raise NotImplementedError("gv: gates of the value channels are not supported: pass gk, those of the keys")
     if gk is None:
+        checks.array("q", q, "B T N K", {})
         gk = torch.zeros_like(q, dtype=torch.promote_types(q.dtype, torch.float32))
     inputs = q, k, v, gk
     if reverse:
+        *inputs, _, sizes = _tokens(*inputs, "B T N")
         inputs = [x.flip(1) for x in inputs]
     if reverse and cu_seqlens is not None:
+        checks.sequences(checks.integers("cu_seqlens", cu_seqlens, "ends", sizes), q.shape[1])
         cu_seqlens = q.shape[1] - cu_seqlens.flip(0)
         initial_state = None if initial_state is None else initial_state.flip(0)
     out, state = chunk_gla(
@@ -200,7 +203,8 @@ def gla_decode_step_(
     implementation=None,
 ):
     """`gla_decode_step` that changes the pool `state` in place, as a server wants it. Returns out; no gradients."""
-    return ops.gla_decode_(*_decode(q, k, v, g, state, slot_ids, has_initial_state, scale, implementation))
+    with torch.no_grad():
+        return ops.gla_decode_(*_decode(q, k, v, g, state, slot_ids, has_initial_state, scale, implementation))
 
 
 def _decode(q, k, v, g, state, slot_ids, has_initial_state, scale, implementation):
@@ -226,6 +230,7 @@ def _tokens(q, k, v, g, axes):
     k = checks.array("k", k, f"{axes} K", sizes, (q.dtype,))
     v = checks.array("v", v, f"{axes} V", sizes, (q.dtype,))
     g = checks.array("g", g, f"{axes} K", sizes)
+    checks.no_tangents(q=q, k=k, v=v, g=g)
     return q, k, v, g, torch.promote_types(q.dtype, torch.float32), sizes
 
 
@@ -256,4 +261,4 @@ def _scale(scale, K):
 
 
 def _turned(state, state_v_first):
-    return state.mT if state_v_first and state is not None else state
+    return state.mT if state_v_first and isinstance(state, torch.Tensor) and state.ndim > 1 else state
