@@ -192,7 +192,7 @@ def owned(setup: Setup) -> list[list[str]]:
     """Names of the parameters that each rank updates, as models/muon.py shares them out."""
     from ringtide.models import muon
 
-    costs = {name: muon._cost(shape, muon.is_matrix(name, shape)) for name, shape in setup.shapes.items()}
+    costs = {name: muon.cost(shape, muon.is_matrix(name, shape)) for name, shape in setup.shapes.items()}
     names = [[] for _ in range(ranks(setup.instances))]
     for name, owner in muon.balance(costs, len(names)).items():
         names[owner].append(name)

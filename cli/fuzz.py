@@ -39,10 +39,7 @@ def _torch(name):
 
         functions = {"fn": ringtide.torch.gla, "decode_step": ringtide.torch.gla_decode_step}
         tested = {key: partial(function, implementation=name) for key, function in functions.items()}
-        limits = (
-            {key: value for key, value in _nki(op).items() if key in ("relative", "block")} if name == "nki" else {}
-        )
-        return {**tested, **limits, "framework": "torch"}
+        return {**tested, **(_of_nki(op) if name == "nki" else {}), "framework": "torch"}
 
     return of
 

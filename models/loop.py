@@ -123,7 +123,8 @@ def _loop(kind, out, trainer, data, params, say, progress, link):
     count = trainer.count(state["params"])
     say(
         f"{count / 1e6:.2f} M parameters, {len(data.train):,} training and {len(data.held_out):,} held-out tokens, "
-        f"{settings.seq:,} tokens a sequence over {trainer.parallel.shards} device(s), step {start} of {settings.steps}"
+        f"{settings.seq:,} tokens a sequence, over {trainer.parallel.shards} of {trainer.parallel.devices} device(s), "
+        f"step {start} of {settings.steps}"
     )
     summary = {"parameters": count, "unigram": unigram, "bigram": bigram}
     if settings.demo and start == 0:

@@ -68,7 +68,7 @@ class Muon:
         self._device = next((_local(p).device for p in self._params.values()), None)
         self._dtype = functools.reduce(torch.promote_types, (p.dtype for p in self._params.values()))
         self._matrices = {name for name, p in self._params.items() if muon(name, p.shape)}
-        costs = {name: _cost(p.shape, name in self._matrices) for name, p in self._params.items()}
+        costs = {name: cost(p.shape, name in self._matrices) for name, p in self._params.items()}
         owners = balance(costs, self._rows * self._columns)
         self.owners = {name: divmod(owner, self._columns) for name, owner in owners.items()}  # (row, column)
         # As the numbers travel: by row, in it by column of the owner.
@@ -246,7 +246,7 @@ def balance(costs: dict[str, float], owners: int) -> dict[str, int]:
     return chosen
 
 
-def _cost(shape, muon):
+def cost(shape, muon):
     """In multiplications: Newton-Schulz of a matrix, and as much as it takes to move what belongs to an element."""
     a, b = sorted(shape)[-2:] if muon else (0, 0)
     return 200 * math.prod(shape) + _ROUNDS * (2 * a * a * b + a**3)
