@@ -17,13 +17,14 @@ PRESETS = "laplace-tiny", "laplace-micro", "laplace-3b"
 _NEEDED = {"torch": ("torch",), "models": ("safetensors", "rich", "matplotlib")}
 # Two million bytes: within eight minutes where two cores take 4,300 a second.
 _DEMO = {"seq": 1024, "batch": 4, "steps": 500, "val_every": 100, "val_windows": 32, "ckpt_every": 100}
+_DEMO_MESH = {"data": 2}  # a rank a core: threads of one process wait for one another, long where a core is busy
 _RANKS = 8  # that are started here, at least: a rehearsal may have more ranks than cores
 _QUIET = "RINGTIDE_QUIET"  # in the environment of ranks that this command has started: rank 0 speaks for them
 _OWN = (
     click.option(
         "--mesh",
         help="such as data=2,fsdp=2: axes data and fsdp split the batch, context sequences. Started by torchrun, over "
-        "its ranks; otherwise as many are started here [data, over all ranks; with --resume, as before]",
+        "its ranks; otherwise as many are started here [data, over all; with --resume, as before; of --demo, data=2]",
     ),
     click.option("--remat", type=click.Choice(REMAT), help="full: the backward pass computes each layer again [none]"),
 )
@@ -54,6 +55,8 @@ def laplace(out, recipe, scale_down, resume, **options):
     axes = {axis: saved[axis] for axis in AXES if axis in saved}
     if mesh is not None:
         axes = training.axes_of(mesh, AXES)
+    elif given.get("demo") and not resume and started is None:
+        axes = _DEMO_MESH
     elif started is not None and math.prod(axes.values()) != started:
         axes = {"data": started}
     parallel = {**axes, "remat": remat or saved.get("remat", "none")}

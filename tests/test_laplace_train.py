@@ -361,7 +361,7 @@ def test_a_run_is_not_overwritten_nor_changed_nor_taken_for_a_llama(whole):
 
 
 def test_the_demo_shows_that_it_generates_as_it_was_trained_and_repeats(text, tmp_path):
-    demo = [*options({**LONG, "data": text}), "--demo", "--out", tmp_path / "demo"]
+    demo = [*options({**LONG, "data": text}), "--demo", "--mesh", "data=1", "--out", tmp_path / "demo"]
     said = command(*demo)
     assert said.exit_code == 0, said.output
     assert "64 tokens at once, and one by one from a state: logits differ by at most" in said.output
