@@ -148,10 +148,8 @@ def start(out, *options, count=2):
 
 
 def children(process):
-    paths = Path("/proc").glob("[0-9]*/stat")
-    fields = [path.read_text().rpartition(")")[2].split() for path in paths if path.exists()]
-    pids = [int(path.parent.name) for path in Path("/proc").glob("[0-9]*/stat")]
-    return [pid for pid, field in zip(pids, fields, strict=True) if int(field[1]) == process.pid]
+    path = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+    return [int(pid) for pid in path.read_text().split()]
 
 
 def options(given):
