@@ -156,7 +156,7 @@ def test_owners_share_the_work_evenly():
     for i in range(24):
         shapes |= {f"{i}.{n}": (1536, 3072) for n in "qk"} | {f"{i}.{n}": (3072, 3072) for n in "vgo"}
         shapes |= {f"{i}.{n}": (8192, 3072) for n in ("gate", "up")} | {f"{i}.down": (3072, 8192)}
-    costs = {name: muon._cost(shape, muon.is_matrix(name, shape)) for name, shape in shapes.items()}
+    costs = {name: muon.cost(shape, muon.is_matrix(name, shape)) for name, shape in shapes.items()}
     for ranks in (2, 16, 48, 64):
         load = [0] * ranks
         for name, owner in muon.balance(costs, ranks).items():
