@@ -46,7 +46,8 @@ def gla(
       (out [B, T, N, V] in the dtype of v, final state [B, N, K, V] float32, or None). Both are differentiable.
 
     Raises:
-      ValueError, TypeError: an argument of the wrong shape or dtype, named with its cure.
+      ValueError, TypeError: an argument of the wrong shape or dtype, named with its cure. Heads before
+        time are recognised where arguments disagree; where all of them are so, only beside a state or segment_ids.
       NotImplementedError: none of `implementation` can serve.
 
     Source: Yang et al., "Gated Linear Attention Transformers with Hardware-Efficient Training", arXiv 2312.06635.
